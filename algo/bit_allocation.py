@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One setting of one layer, and what it costs."""
-
     bits: int  # size of the encoded layer
     error: float  # its squared error, Σ (x − decoded)²: squares of layers add up, norms do not
 
@@ -28,8 +26,6 @@ Table = Sequence[Candidate]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One candidate per layer."""
-
     indices: tuple[int, ...]  # position in each layer's table
     bits: int
     error: float  # sum of the squared errors, rounded to the nearest float

@@ -168,8 +168,6 @@ def co2_step_(target: Tensor, state: State, delta: Tensor, settings: OuterSettin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterOptimizer:
-    """What is known of one kind."""
-
     state: tuple[str, ...] = ()
     """Buffers that it keeps between its steps; how often it stepped is the fragment's version."""
     keeps_without_momentum: bool = False  # whether it keeps them where μ is 0 too

@@ -174,8 +174,6 @@ _IDENTITY: Final = frozenset(field.name for field in dataclasses.fields(Identity
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One term that differs."""
-
     key: str  # as `outer_lr`, `lr.peak` or `codec_up_of.rome`
     before: object
     after: object  # None of what a node has of its own: it has, or had, what all have
@@ -225,7 +223,6 @@ def revised(terms: Terms, layout: Layout, given: Mapping[str, str]) -> Terms:
 
 
 def changes(before: Terms, after: Terms) -> list[Change]:
-    """What differs, in the order of the fields."""
     was, now = dict(_flat(before)), dict(_flat(after))
     keys = dict.fromkeys((*was, *now))
     return [Change(key=k, before=was.get(k), after=now.get(k)) for k in keys if was.get(k) != now.get(k)]

@@ -169,7 +169,6 @@ def opening_rounds(spec: RunSpec) -> tuple[RoundPlan, ...]:
 
 
 def is_last(terms: Terms, plan: RoundPlan) -> bool:
-    """Whether the run ends with this round."""
     return plan.start + plan.length >= terms.schedule.steps
 
 

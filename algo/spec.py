@@ -143,7 +143,6 @@ class RoundPlan:
     node_steps: tuple[tuple[NodeId, int], ...] = ()  # h of the nodes that do not run `length` steps in it
 
     def steps_of(self, node: NodeId) -> int:
-        """Inner steps that `node` does in this round."""
         return dict(self.node_steps).get(node, self.length)
 
 

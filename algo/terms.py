@@ -88,8 +88,6 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inner:
-    """What nodes do in an inner step."""
-
     batch_sequences: int  # sequences of one inner step of one node, over all of its ranks
     sequence_tokens: int
     clip: float  # largest global norm of an inner gradient
@@ -119,8 +117,6 @@ class Outer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codecs:
-    """How deltas and updates are encoded."""
-
     up: str
     down: str
     up_of: tuple[tuple[NodeId, str], ...] = ()
@@ -162,11 +158,9 @@ class Terms:
         return cls(**{name: _PARTS[name](**held) if name in _PARTS else held for name, held in nest(values).items()})
 
     def flat(self) -> dict[str, Any]:
-        """All values by flat name, in the order of `FLAT`."""
         return {name: self.value(name) for name in FLAT}
 
     def value(self, name: str) -> Any:
-        """The value of one flat name."""
         part, inside = FLAT[name]
         return getattr(getattr(self, part), inside) if part else getattr(self, inside)
 

@@ -57,7 +57,6 @@ MERGES: Final = (*ROBUST_RULES, DISJOINT_SUM)
 
 
 def require(holds: bool, sentence: str) -> None:
-    """Raise ValueError with the sentence unless it holds."""
     if not holds:
         raise ValueError(sentence)
 

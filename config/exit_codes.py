@@ -36,7 +36,6 @@ class ExitCode(IntEnum):
 
     @property
     def meaning(self) -> str:
-        """For help texts."""
         return _MEANINGS[self]
 
 
@@ -179,5 +178,4 @@ def ended_in_one_line() -> Iterator[None]:
 
 
 def say_error(line: str) -> None:
-    """Print one line on standard error."""
     say(f"farloop: error: {' '.join(line.split())}", err=True)

@@ -121,8 +121,6 @@ def addresses_of(layout: StageLayout, nodes: tuple[Node, ...], where: str) -> di
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The result of writing a plan."""
-
     path: Path
     layout: StageLayout  # the layout in the file now
     keeps: bool  # whether the file existed and its stages are kept

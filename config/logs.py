@@ -67,8 +67,6 @@ class KeyValueLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """The same as one JSON object."""
-
     def format(self, record: logging.LogRecord) -> str:
         fields = _fields(record)
         if record.exc_info:

@@ -55,8 +55,6 @@ from farloop.wire.bounds import MOST_TOKENS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A valid run."""
-
     config: RunConfig
     vocabulary: int  # different tokens of the data
     spec: RunSpec
@@ -202,7 +200,6 @@ def _corpora(config: RunConfig, data: DataConfig, corpus: Corpus | None) -> list
 
 
 def _later_corpus(path: Path, max_bytes: int, sequence_tokens: int) -> Corpus:
-    """The corpus of a re-warm. Raises CorpusError."""
     try:
         corpus = load_corpus(path, max_bytes=max_bytes)
     except CorpusError as error:

@@ -34,7 +34,6 @@ def load_scenario(path: Path) -> FlowScenario:
 
 
 def example_names() -> list[str]:
-    """Scenarios that come with farloop."""
     folder = importlib.resources.files("farloop.sim") / "scenarios"
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 

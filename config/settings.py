@@ -76,8 +76,6 @@ class Exposure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """One setting."""
-
     section: str
     name: str
     kind: type
@@ -212,15 +210,12 @@ _NO_OPTIONS: Mapping[str, str] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One resolved value."""
-
     key: Key
     value: Any
     given: Given | None  # None for the default
 
     @property
     def origin(self) -> str:
-        """Where the value comes from."""
         return self.given.origin if self.given else "default"
 
 
@@ -244,7 +239,6 @@ class Settings:
             raise self.error(section, key, str(error)) from error
 
     def error(self, section: str, key: str, what: str) -> ConfigError:
-        """About a key, wherever it was given."""
         given = self.by_name[section, key].given
         return given.error(what) if given else ConfigError(f"{self.path}: [{section}] {key}: {what}")
 

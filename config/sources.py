@@ -70,8 +70,6 @@ class ConfigError(CommandError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """A value given for a key."""
-
     section: str
     key: str
     value: object
@@ -80,7 +78,6 @@ class Given:
     folder: Path  # base of relative paths: the folder of the file, else the working folder
 
     def error(self, what: str) -> ConfigError:
-        """About this value."""
         return ConfigError(f"{self.origin}: [{self.section}] {self.key}: {what}")
 
 

@@ -63,8 +63,6 @@ def lightened(machine: CoordinatorMachine, advice: Advice) -> Revision:
 
 
 class Requests:
-    """Answers requests to the admin socket."""
-
     def __init__(
         self, machine: CoordinatorMachine, durable: Ledger, happened: Callable[[ev.Event], None], state: Path
     ) -> None:

@@ -48,8 +48,6 @@ DIAL_BACK_S = 2.0  # between two looks for nodes whose declared address was not 
 
 
 class Coordinator:
-    """One start of the coordinator of one run."""
-
     def __init__(
         self,
         config: CoordinatorConfig,
@@ -242,7 +240,6 @@ class Coordinator:
             self._changed.set()
 
     def _fail(self, error: Exception) -> None:
-        """End the process with this error."""
         self._error = self._error or error
         self._changed.set()
 

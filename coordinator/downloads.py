@@ -46,8 +46,6 @@ MOST_BYTES: Final = 2 << 30  # limit of the copies in memory. One copy is always
 
 @dataclass(slots=True)
 class EncodedSnapshot:
-    """One fragment at one version, encoded."""
-
     blob: BlobId
     data: bytearray
     digest: int
@@ -56,7 +54,6 @@ class EncodedSnapshot:
 
     @property
     def key(self) -> str:
-        """Of its object."""
         return f"f{self.blob.fragment}/v{self.blob.version}/snapshot-{self.digest:016x}"
 
 

@@ -49,8 +49,6 @@ class MachineBroken(Exception):
 
 
 class StorageError(Exception):
-    """Base of all."""
-
     retriable: bool = False  # whether the same call, made again later in this process, may succeed
     next_step: str = ""
     """What a person does about it, where the message does not say it: shown behind it when a command ends."""
@@ -118,8 +116,6 @@ class StorageFailed(StorageError):
 
 
 class ObjectFailed(StorageFailed):
-    """The object store does not give what a record has there."""
-
     fix: ClassVar[str] = "check the object store with farloop doctor"
     next_step = f"{fix}, then start again: what it has is recovered. What is gone for good: docs/object-store.md"
 

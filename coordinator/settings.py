@@ -69,8 +69,6 @@ def check_leads_by(url: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorConfig:
-    """What is local to a coordinator."""
-
     state_dir: Path
     """Journal, snapshots, metrics.jsonl and the final model."""
     bind: Annotated[str, check_tcp_listening] = "tcp://127.0.0.1:7700"
@@ -146,5 +144,4 @@ class CoordinatorConfig:
 
     @property
     def uplink(self) -> UplinkLimit:
-        """What it may send. Raises ValueError."""
         return UplinkLimit.parse(self.max_uplink, self.quiet_hours, self.quiet_uplink)

@@ -23,19 +23,15 @@ SLOW_LOOKUP_S: Final = 1.0  # a lookup that takes longer is logged: it delays ev
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """A host and a port."""
-
     host: str  # without the brackets of IPv6
     port: int
 
     @property
     def is_ipv6(self) -> bool:
-        """Whether the host is an IPv6 address."""
         return ":" in self.host
 
     @property
     def family(self) -> socket.AddressFamily:
-        """IPv6 for an IPv6 address, otherwise IPv4."""
         return socket.AF_INET6 if self.is_ipv6 else socket.AF_INET
 
     @property

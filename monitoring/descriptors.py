@@ -22,13 +22,11 @@ _LOCK = threading.Lock()
 
 
 def limit() -> int:
-    """The soft limit of this process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return WITHOUT_BOUND if soft == resource.RLIM_INFINITY else soft
 
 
 def hard_limit() -> int:
-    """The hard limit of this process."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return WITHOUT_BOUND if hard == resource.RLIM_INFINITY else hard
 

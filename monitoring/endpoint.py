@@ -50,8 +50,6 @@ class EndpointError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """What a route answers."""
-
     status: int = 200
     content_type: str = "text/plain; charset=utf-8"
     body: bytes = b""
@@ -226,7 +224,6 @@ class Endpoint:
         return await asyncio.shield(made)
 
     def _make(self, path: str, made: "asyncio.Future[Response]") -> None:
-        """Runs in a thread of its own."""
         try:
             response = self._routes[path]()
         except Exception as error:  # the edge of the daemon: a broken page is an answer, not silence
@@ -251,8 +248,6 @@ class _Connection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The head of a request."""
-
     method: str = ""
     path: str = ""  # without the query
     host: str | None = None  # the Host header; None without one

@@ -36,7 +36,6 @@ def probe(page: str) -> str:
 
 
 def main(words: list[str]) -> int:
-    """The exit code."""
     if len(words) != 1:
         sys.stderr.write("usage: python -m farloop.monitoring.healthcheck HOST:PORT/PATH\n")
         return 2

@@ -55,7 +55,6 @@ def policy() -> str:
 
 
 def headers() -> tuple[tuple[str, str], ...]:
-    """HTTP headers that the page is to be sent with."""
     return ("Content-Security-Policy", policy()), ("Referrer-Policy", "no-referrer")
 
 

@@ -18,8 +18,6 @@ WindowState = Literal["open", "closing", "final"]
 
 
 class RunStatus(TypedDict):
-    """The run and its progress."""
-
     name: str
     fingerprint: str
     method: str
@@ -111,8 +109,6 @@ class WindowStatus(TypedDict):
 
 
 class EvaluationStatus(TypedDict):
-    """One evaluation of the anchors on the fixed evaluation set."""
-
     loss: float | None  # None if it is not finite
     position: float
     outer_steps: int
@@ -262,8 +258,6 @@ class AnomalyStatus(TypedDict):
 
 
 class WatchStatus(TypedDict):
-    """Nodes and links that became slow during the run."""
-
     adapt: str  # `off`, `advise`, `drop` or `act`
     why_not: str  # why no node is judged; empty if nodes are
     coordinator: str  # side of the coordinator that became slow for all links; empty for none
@@ -271,8 +265,6 @@ class WatchStatus(TypedDict):
 
 
 class UplinkStatus(TypedDict):
-    """The limit on what the coordinator sends."""
-
     bytes_per_s: float | None  # that holds now; None for no limit
     quiet: bool  # whether these are the quiet hours
     held_s: float  # time in which blobs waited for it, since this coordinator process started
@@ -449,8 +441,6 @@ class ClosedWindow(TypedDict):
 
 
 class DecisionEvent(ClosedWindow):
-    """One closed window."""
-
     event: Literal["decision"]
     t: float  # seconds since the run's start at which its commit was durable
     open_s: float  # seconds from the opening until it closed

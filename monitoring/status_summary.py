@@ -35,8 +35,6 @@ DATA_PARALLEL_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
-    """One node, ready to be shown."""
-
     status: NodeStatus
     state: str  # `away` and `finished` for nodes that are not connected, else the node's own state
     tone: Tone
@@ -62,8 +60,6 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowView:
-    """The open window of one fragment."""
-
     fragment: int
     window: int
     state: str
@@ -79,8 +75,6 @@ class WindowView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventView:
-    """A line of the recent events."""
-
     age: str
     node: str
     kind: str
@@ -276,7 +270,6 @@ _WAITS = frozenset({"joining", "ready", "waiting", "draining"})
 
 
 def doing(node: NodeStatus) -> str:
-    """The activity that a node reports; may be empty."""
     return f"waits for {node['detail']}" if node["detail"] and node["state"] in _WAITS else node["detail"]
 
 

@@ -29,8 +29,6 @@ CELL_Z = 5.0  # a single cell has no median; it must also exceed the noise of al
 
 
 class Kind(StrEnum):
-    """What is wrong."""
-
     DEAD = "dead"
     NODE_HANG = "node hang"
     LINK_HANG = "link hang"
@@ -40,8 +38,6 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """A node's progress with its syncs."""
-
     last_done: int  # sequence number of the last sync that it completed; −1 before the first
     entered: bool  # it said that its compute is done
     heard: bool  # its heartbeats go on
@@ -63,8 +59,6 @@ Samples = Mapping[Kind, Sample]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A fault with its place and the reason."""
-
     kind: Kind
     node: str
     reason: str
@@ -230,8 +224,6 @@ EVICT_AFTER = 3  # rounds without the node before it is evicted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """An action with its reason."""
-
     action: Action
     reason: str
 

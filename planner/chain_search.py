@@ -40,8 +40,6 @@ class Chains:
 
 
 class Annealing:
-    """A search by exchanges from some chains."""
-
     def __init__(
         self,
         start: Chains,

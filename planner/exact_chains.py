@@ -28,8 +28,6 @@ class _TooMany(Exception):
 
 @dataclass(slots=True)
 class _Set:
-    """The chains of one set of nodes."""
-
     nodes: int
     """A bit for each node."""
     ways: list[Way] = field(default_factory=list)
@@ -169,7 +167,6 @@ class _Search:
         return simulated_s(nodes, stages, self._work, self._message_s)
 
     def _simulate(self, one: _Set) -> None:
-        """Find the fastest of its chains."""
         best: Way | None = None
         ways = one.ways if self._stage_of else list(self._turned(one.ways))
         for bound, nodes, stages in sorted(ways):

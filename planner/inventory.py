@@ -53,8 +53,6 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card(Checked):
-    """A network card of a node."""
-
     kind: CardKind
     bytes_per_s: float | None = None  # line rate; None if unknown
     efficiency: Annotated[float, _SHARE] = 1.0  # share of the line rate that transfers reach
@@ -117,8 +115,6 @@ LOCAL = Link(latency_s=0.5e-3, bytes_per_s=1.25e9, assumed=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model(Checked):
-    """Sizes and durations of the model."""
-
     layers: Count
     layer_bytes: float | None = None  # memory of one layer, by which nodes say how many they hold
     activation_bytes: NotNegative = 0.0  # of one microbatch between two stages, or of a gradient back

@@ -66,8 +66,6 @@ _DESCENT_MOVES = 120  # placements that are tried; one of 64 nodes takes some mi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """A mode with its paths."""
-
     mode: Mode
     why: str
     paths: Paths

@@ -95,8 +95,6 @@ MAX_ORDERED = 12  # stages whose best order is found exactly, in O(S²·2ˢ); wi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """A placement and its cost."""
-
     groups: Groups  # in the order in which a microbatch visits them
     dp_s: float
     pp_s: float

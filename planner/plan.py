@@ -71,8 +71,6 @@ _FP32_BITS = 32.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sync:
-    """Bits and steps of the nodes, and the predicted seconds."""
-
     rates: Mapping[str, Rate]  # by node
     star: Prediction  # through the coordinator, as the daemons do it
     within: Prediction | None
@@ -190,8 +188,6 @@ class StepInterval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What nodes run, with predicted times."""
-
     mode: Mode
     why: str
     islands: tuple[tuple[str, ...], ...]

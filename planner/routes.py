@@ -145,8 +145,6 @@ SPARE_COST = 0.02  # a spare node gets work if that lengthens the step by at mos
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paths:
-    """Stages of the nodes and paths of the microbatches."""
-
     routes: tuple[Route, ...]  # several of one source are used in turn
     stage_of: tuple[int, ...]  # [num_nodes]
     work: Work
@@ -157,8 +155,6 @@ class Paths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Input of the path search."""
-
     work: Work  # its layers per stage are only where the search begins
     message_s: Numbers
     stages: int

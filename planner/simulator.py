@@ -17,8 +17,6 @@ Kind = Literal["F", "L", "B"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """A path of the microbatches of one source."""
-
     nodes: tuple[int, ...]
     stages: tuple[int, ...]
 
@@ -29,8 +27,6 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A finished piece of work."""
-
     node: int
     kind: Kind
     source: int
@@ -41,8 +37,6 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Result of a simulated step."""
-
     makespan_s: float  # until the last backward pass at a source has ended
     source_s: dict[int, float]  # of every source, until its own last one
     stalled: int  # microbatches that never returned, because nodes wait for each other's slots; 0 in a sound plan
@@ -71,8 +65,6 @@ def simulated_s(nodes: Sequence[int], stages: Sequence[int], work: Work, message
 
 
 class _Play:
-    """One run of the simulator."""
-
     def __init__(self, routes: Sequence[Route], work: Work, message_s: Numbers, keep: bool) -> None:
         self._work, self._message_s, self._keep = work, message_s, keep
         self._ways: dict[int, list[Route]] = {}

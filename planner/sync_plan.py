@@ -33,16 +33,12 @@ MAX_RATIO = 4.0  # between the most and the least steps of two nodes, to bound h
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """A node's speed."""
-
     step_s: float  # of one inner step
     bytes_per_s: float  # to the coordinator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """Bits and steps of a node."""
-
     bits: int
     h: int
     round_s: float  # its steps and its transfer
@@ -111,8 +107,6 @@ BITS = (8, 4, 2)  # bits per parameter that a node may send
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """Advised terms of one node, and their predicted effect."""
-
     node: str
     bits: int
     h: int  # its own steps between two syncs

@@ -232,13 +232,10 @@ class Client:
 
 
 def _patience_s(num_bytes: int) -> float:
-    """How long a transfer may take."""
     return min(LONGEST_S, 30.0 + num_bytes / LEAST_BYTES_PER_S)
 
 
 class HttpObjects:
-    """The port."""
-
     def __init__(
         self, post: Callable[[Action], object], bytes_per_s: Callable[[], float] = lambda: float("inf")
     ) -> None:

@@ -79,7 +79,6 @@ class LogQueue(logging.Handler):
 
     @property
     def dropped(self) -> int:
-        """Lines that will not be read."""
         return self.writer.dropped + self._failed
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -18,8 +18,6 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Timer(Protocol):
-    """An action that is due later."""
-
     def cancel(self) -> None:
         """Do not run it. Harmless after it has run."""
 
@@ -116,8 +114,6 @@ class Connection(Protocol):
 
 
 class Dialer(Protocol):
-    """Makes a node's connections to its coordinator."""
-
     has_others: bool  # whether there are several coordinators, of which one leads
 
     def turn_away(self) -> None:
@@ -139,8 +135,6 @@ Route = Hashable  # a lane, as the coordinator's socket knows it: one connection
 
 
 class Sender(Protocol):
-    """Where a frame came from."""
-
     @property
     def owner(self) -> str | None:
         """The node whose key authenticated the frame. None without keys, and for a key that was revoked."""

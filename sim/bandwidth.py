@@ -163,8 +163,6 @@ def required_gbit_s(training: Training, targets: Sequence[float] = TARGETS) -> d
 
 
 class _Event(NamedTuple):
-    """Where compute and link meet."""
-
     at: int  # ticks of compute since the period's start
     kind: Literal["send", "commit", "merge"]
     """Something is sent; compute stands still until it is at the coordinator; or until it is back."""

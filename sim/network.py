@@ -19,8 +19,6 @@ CONNECT_TIMEOUT_S = 5.0  # a node gives up dialling after this, as its sockets d
 
 
 class Side(IntEnum):
-    """An end of a connection."""
-
     NODE = 0
     COORDINATOR = 1
 
@@ -31,8 +29,6 @@ class Side(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkConditions:
-    """What a pipe does to frames."""
-
     latency_s: float = 0.02
     jitter_s: float = 0.0  # added to the latency, evenly between 0 and this
     bytes_per_s: float = 10e6
@@ -48,8 +44,6 @@ HOSTILE_LINK = LinkConditions(jitter_s=0.03, bytes_per_s=2e5, loss=0.05, duplica
 
 
 class Pipe:
-    """One direction of one lane."""
-
     def __init__(
         self, agenda: EventQueue, weather: LinkConditions, rng: random.Random, deliver: Callable[[Frame], None]
     ) -> None:
@@ -58,7 +52,6 @@ class Pipe:
         self._last_arrival = 0.0
 
     def change(self, weather: LinkConditions) -> None:
-        """For the frames from now on."""
         self._weather = weather
 
     def send(self, parts: Sequence[Buffer], *, gently: bool = False) -> None:
@@ -175,7 +168,6 @@ class Connection:
         return 0.0 if pipe is None else max(0.0, pipe.free_at - self._agenda.now)
 
     def change(self, weather: LinkConditions) -> None:
-        """The weather of all that is sent from now on."""
         self._weather = weather
         for pipe in self._pipes.values():
             pipe.change(weather)
@@ -210,8 +202,6 @@ Dial = Callable[[Callable[[Connection | None], None]], None]
 
 
 class VirtualDialer:
-    """Makes a node's connections."""
-
     has_others = False
 
     def __init__(self, dial: Dial) -> None:

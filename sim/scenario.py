@@ -54,8 +54,6 @@ class Problem(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSetup:
-    """One node of the scenario."""
-
     name: NodeId
     seed: int = 0  # of its data: nodes with the same seed see the same samples
     step_s: float = 0.1  # seconds of one inner step

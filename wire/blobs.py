@@ -148,7 +148,6 @@ class Reassembly:
             self.received = end
 
     def clear(self) -> None:
-        """Forget all bytes."""
         self.received = 0
         self._hasher.reset()
         self.islands.clear()

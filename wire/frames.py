@@ -50,8 +50,6 @@ BULK_HEADER_BYTES = _PREFIX.size + _BULK.size + _CHECKSUM.size
 
 
 class FrameKind(IntEnum):
-    """What a frame carries."""
-
     CONTROL = 1
     BULK = 2
 
@@ -67,7 +65,6 @@ class ControlFrame:
     body: bytes | memoryview  # the encoded message
 
     def parts(self) -> list[Buffer]:
-        """The bytes to transmit."""
         fields = _CONTROL.pack(self.seq, self.ack)
         header = _header(FrameKind.CONTROL, self.run, self.epoch, fields, self.body)
         return [header + self.body]
@@ -153,7 +150,6 @@ def _parse_prefix(header: memoryview, kind: FrameKind, body: memoryview) -> tupl
 
 
 def checksum_of(covered: Buffer, body: Buffer) -> int:
-    """xxh3-64 of a header's fields and the body."""
     hasher = xxhash.xxh3_64(covered)
     hasher.update(body)
     digest: int = hasher.intdigest()

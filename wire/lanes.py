@@ -101,7 +101,6 @@ class Lanes:
 
     @property
     def in_flight(self) -> int:
-        """Bytes sent on all of them that are not known to have arrived."""
         return sum(lane.in_flight for lane in self._lanes.values())
 
     def opened(self, number: int) -> None:

@@ -94,6 +94,5 @@ MOST_LANES: Final = 16
 
 
 def check_lanes(lanes: int) -> None:
-    """Raises ValueError."""
     if not 0 <= lanes <= MOST_LANES:
         raise ValueError(f"{lanes} is not from 0 to {MOST_LANES}; the nearest is {min(max(lanes, 0), MOST_LANES)}")

@@ -36,8 +36,6 @@ from farloop.wire.reasons import Reason, RemoteProtocolError
 
 
 class Role(Enum):
-    """Which end of the link this is."""
-
     NODE = "node"
     COORDINATOR = "coordinator"
 
@@ -100,7 +98,6 @@ class BytesByKind:
 
     @property
     def total(self) -> int:
-        """All of them."""
         return sum(astuple(self))
 
     @property
@@ -158,8 +155,6 @@ class Evaluation(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnchorRef:
-    """An anchor that the sender holds."""
-
     fragment: int
     version: int
     digest: int

@@ -110,7 +110,6 @@ class Meter:
         return bool(self._points)
 
     def arrived(self, num_bytes: int, now: float) -> None:
-        """So many bytes came."""
         if not self._points:
             self._points, self._bytes, self._skip, self._since = [(now, 0)], 0, 1, 0
             return

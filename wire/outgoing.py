@@ -102,7 +102,6 @@ class Flight:
         self._dry_at = now
 
     def measured(self, mark: _Chunk, now: float) -> None:
-        """A chunk was acknowledged."""
         seconds = max(now - mark.at, 1e-6)
         usual = mark.queued / max(seconds, 1e-3)
         self._usual_bytes_per_s = max((self._usual_bytes_per_s + usual) / 2, _SLOWEST_LINK_BYTES_PER_S)
@@ -158,7 +157,6 @@ class Outgoing:
 
     @property
     def done(self) -> bool:
-        """Whether every byte has arrived."""
         return self.acked == self.source.size
 
     @property

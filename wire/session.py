@@ -50,8 +50,6 @@ MAX_EPOCH = (1 << 32) - 1  # the epoch's field in a frame
 
 
 class State(Enum):
-    """Where a session stands; the chart is in the module's docstring."""
-
     OPENING = "opening"
     OPEN = "open"
     CLOSING = "closing"
@@ -78,7 +76,6 @@ class Handshake:
         self._greeted = False  # whether Hello was sent (node) or delivered (coordinator)
 
     def check_open(self) -> None:
-        """Raise LocalProtocolError unless the session is open."""
         if self.state is not State.OPEN:
             raise LocalProtocolError(f"the session is {self.state.value}")
 
@@ -96,7 +93,6 @@ class Handshake:
             raise LocalProtocolError(f"epoch {message.epoch}")
 
     def sent(self, message: Message) -> None:
-        """This end has said `message`."""
         self.delivered(message)
         if isinstance(message, Leave | Refused):
             self.state = State.CLOSING
@@ -162,8 +158,6 @@ HEARTBEAT = encode(Heartbeat())
 
 
 class ControlStream:
-    """Both directions of one end."""
-
     def __init__(self, limits: Limits, timing: Timing, traffic: Traffic, now: float) -> None:
         self._limits = limits
         self._timing = timing
@@ -235,7 +229,6 @@ class ControlStream:
             raise RemoteProtocolError(f"frame {seq} while {self.received} is the next: more than {AHEAD_FRAMES} ahead")
 
     def acknowledge(self, ack: int, now: float) -> None:
-        """The peer has the first `ack` frames."""
         if ack <= self._acked:
             return
         for _ in range(ack - self._acked):

@@ -26,7 +26,6 @@ class Count:
     bytes: int = 0
 
     def add(self, num_bytes: int) -> None:
-        """One more frame of `num_bytes`."""
         self.frames += 1
         self.bytes += num_bytes
 
@@ -50,12 +49,10 @@ class Traffic:
 
     @property
     def sent(self) -> BytesByKind:
-        """All bytes sent, by kind."""
         return _by_kind(self.sent_blobs, self.sent_control.bytes)
 
     @property
     def received(self) -> BytesByKind:
-        """All bytes received, by kind."""
         return _by_kind(self.received_blobs, self.received_control.bytes + self.stray.bytes)
 
     def connected(self) -> None:

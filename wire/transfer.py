@@ -93,8 +93,6 @@ class _HighestRate:
 
 @dataclass(frozen=True, slots=True)
 class _Queued:
-    """A blob that waits for others to end."""
-
     source: BlobSource
     offer: Offer | None  # None where the application announces it
     background: bool
@@ -197,7 +195,6 @@ class Transfers:
 
     @property
     def known(self) -> LinkKnown:
-        """What was seen of the link."""
         flight, arriving = self._flight, self._arrivals.bytes_per_s
         return LinkKnown(
             bytes_per_s=flight.bytes_per_s, round_trip_s=flight.round_trip_s, arriving_bytes_per_s=arriving
@@ -409,7 +406,6 @@ class Transfers:
             self._emit(BlobIdle(blob=incoming.blob))
 
     def is_stalled(self, now: float) -> bool:
-        """Whether the peer has taken nothing for too long."""
         return self._stalls_at is not None and now >= self._stalls_at
 
     def track_wait(self, now: float) -> None:

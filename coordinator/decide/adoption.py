@@ -30,8 +30,6 @@ MOST_ROUNDS: Final = 1 << 20  # that a copy can be behind: they are found one by
 
 @dataclass(slots=True, kw_only=True)
 class NodeClaim:
-    """What one node claims to hold."""
-
     hello: Hello
     heard_at: float  # when it greeted, or its session ended
     session: int | None = None
@@ -84,7 +82,6 @@ class AdoptionSurvey:
         return None
 
     def answers(self, ref: AnchorRef) -> list[Held]:
-        """Answers of the nodes that know this anchor."""
         answers = (self.claims[node].held for node in self.holders(ref))
         return [held for held in answers if held is not None]
 
@@ -214,8 +211,6 @@ PATIENCE_S: Final = 300.0  # how long to wait for a node that the copy knows, or
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdoptionSettings:
-    """How to continue the run from what nodes hold."""
-
     untrue: Callable[[msg.Held, Ledger], str | None]
     """Returns what is impossible in an answer (`change_terms.py`: this package knows no codecs)."""
     patience_s: float = PATIENCE_S
@@ -247,7 +242,6 @@ class Adoption:
 
     @property
     def waits(self) -> str:
-        """What the run waits for."""
         return self._alarms[ALARM]
 
     def handle(self, event: ev.Event | None, now: float) -> bool:

@@ -216,8 +216,6 @@ RETRY_S: Final = 1.0
 
 
 class Closing:
-    """Closes windows and retries their commits."""
-
     def __init__(self, run: RunState, decisions: Decisions, *, floor_share: float | None, drops_silent: bool) -> None:
         """`drops_silent`: close windows without a node that misses its deadline."""
         self._run, self._decisions = run, decisions

@@ -46,8 +46,6 @@ ALARM_SHARE: Final = 0.5  # of a deadline, after which it is said that nothing i
 
 @dataclass(slots=True)
 class _Pace:
-    """Of one node name."""
-
     took: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_MEMORY))
     """(seconds from the window's opening to the delta, own steps in the round) of recent deltas."""
     usual_s: float | None = None  # the median of these, for a round of

@@ -133,7 +133,6 @@ class Leases:
         self.held[owner] = Account(retired=since, consumed=since, stored=since)
 
     def grant(self, node: NodeId, incarnation: int, lease: Lease) -> None:
-        """Record a proposed grant; several in order."""
         if self.returned and self.returned[0].start == lease.start:
             first = self.returned.pop(0)
             if first.count > lease.count:

@@ -36,8 +36,6 @@ def more_than_a_snapshot(fragment: Fragment) -> int:
 
 @dataclass(slots=True)
 class Ledger:
-    """What the journal says so far."""
-
     spec: RunSpec  # with the newest terms; `terms_of` and `terms_in` give those of a window or round
     epoch: int = 0
     history: int = 0  # epoch in which the run was last rewound or adopted; 0 for never
@@ -79,7 +77,6 @@ class Ledger:
 
     @classmethod
     def resume(cls, saved: rec.LedgerSaved) -> "Ledger":
-        """The ledger that a record holds."""
         ledger = cls(spec=saved.spec, epoch=saved.epoch, versions=list(saved.versions), finished=saved.finished)
         ledger.history, ledger.epoch_seen = saved.history, saved.epoch_seen
         ledger.revisions = Revisions.of(saved.spec, saved.revisions)
@@ -140,7 +137,6 @@ class Ledger:
         return Ledger.resume(self.saved())
 
     def apply(self, record: rec.Record) -> None:
-        """Take the next record of the journal."""
         match record:
             case rec.EpochClaimed(epoch=epoch):
                 self.epoch = epoch

@@ -22,8 +22,6 @@ _CLASSES: dict[int, type[Any]] = {}
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def _record(kind: int) -> Callable[[type[_T]], type[_T]]:
-    """Declare a record class."""
-
     def declare(cls: type[_T]) -> type[_T]:
         made = dataclass(frozen=True, slots=True, kw_only=True)(cls)
         KINDS[made], _CLASSES[kind] = kind, made
@@ -122,8 +120,6 @@ class NodeStarted:
 
 @_record(4)
 class NodeLeft:
-    """A node is no longer expected."""
-
     node: NodeId
     reason: Reason
     consumed: int = 0  # samples of its leases that it had used, as far as known
@@ -400,7 +396,6 @@ Record = (
 
 
 def encode(record: Record) -> tuple[int, bytes]:
-    """A record's kind and bytes."""
     return KINDS[type(record)], pack(record)
 
 

@@ -72,7 +72,6 @@ def described(before: Terms, revision: Revision) -> list[dict[str, object]]:
 
 
 def changes_text(before: Terms, revision: Revision) -> str:
-    """What a revision changes, for a log line."""
     return ", ".join(f"{c.key} {_shown(c.before)} → {_shown(c.after)}" for c in changes(before, revision.terms))
 
 

@@ -71,8 +71,6 @@ IF_RIGHT: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HelloStanding:
-    """A node's history, compared with this state."""
-
     kind: Kind
     detail: str = ""  # what it proves, with both values; empty if nothing is wrong
 

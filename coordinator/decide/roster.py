@@ -153,7 +153,6 @@ def too_few_to_begin(ready: Iterable[Member], ledger: Ledger) -> bool:
 
 
 def alarm_unheld_stages(members: Collection[Member], ledger: Ledger, alarms: MutableMapping[str, str]) -> None:
-    """Raise an alarm for stages without a holder."""
     fragments = ledger.spec.identity.layout.fragments
     waiting = {fragments[index].stage for index in ledger.windows}
     for stage, count in stages_held([m for m in members if m.counts], ledger).items():

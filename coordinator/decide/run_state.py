@@ -20,8 +20,6 @@ ALARM = "storage"  # raised while the storage hold lasts; says what is wrong and
 
 @dataclass(slots=True)
 class RunState:
-    """The run as one incarnation of the coordinator knows it."""
-
     ledger: Ledger  # written by `Decisions.record`, and by the machine when a delta or a commit is durable
     now: float  # monotonic seconds. Written by the machine when it is called.
     windows: dict[int, Window] = field(default_factory=dict)

@@ -41,8 +41,6 @@ LOST_S = 60.0  # an alarm about lost packets lasts so long after the last one
 
 @dataclass(slots=True)
 class _Look:
-    """What was last seen of a session."""
-
     run_bytes: int = 0  # that it moved for the run
     probe_bytes: int = 0
     echoed_at: float = -math.inf  # time of the last echo
@@ -273,7 +271,6 @@ class LinkMonitor:
         }
 
     def status(self, members: Iterable[Member], now: float) -> InventoryStatus:
-        """Machines and links, for the status."""
         nodes = [self._machine(member) for member in members if member.stage != "left"]
         return {"nodes": nodes, "links": self.matrix.rows(now)}
 

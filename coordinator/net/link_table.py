@@ -50,8 +50,6 @@ class _Direction:
 
 
 class LinkTable:
-    """All links of a run."""
-
     def __init__(self) -> None:
         self._directions: dict[Ends, _Direction] = {}
         self._round_trips: dict[frozenset[str], tuple[float, float]] = {}  # ends → (least, median), seconds
@@ -120,7 +118,6 @@ class LinkTable:
         self._round_trips = {ends: known for ends, known in self._round_trips.items() if ends <= here}
 
     def rows(self, now: float) -> list[LinkStatus]:
-        """All links for the status, sorted by ends."""
         doubted = suspects({ends: rate for ends in self.measured() if (rate := self.rate(ends)) is not None})
         named = {ends for pair in self._round_trips for ends in permutations(pair, 2)}
         return [self._row(ends, now, ends in doubted) for ends in sorted(self._directions.keys() | named)]
@@ -189,8 +186,6 @@ SLOW_S: Final = 90.0  # added to the time limit of a probe: a thin link may take
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A direction that could be probed."""
-
     node: str
     upward: bool
     rtt_s: float
@@ -200,8 +195,6 @@ class Candidate:
 
 @dataclass(slots=True, kw_only=True)
 class Running:
-    """The current probe."""
-
     number: int
     node: str
     upward: bool
@@ -212,14 +205,11 @@ class Running:
 
     @property
     def ends_by(self) -> float:
-        """When it is cancelled."""
         return self.began_at + PROBE_PATIENCE * max(PROBE_LEAST_S, PROBE_ROUND_TRIPS * self.rtt_s) + SLOW_S
 
 
 @dataclass(slots=True)
 class _Probed:
-    """Of one node."""
-
     run_bytes: int = 0  # that its link has moved for the run, both ways together
     probe_bytes: int = 0  # ... and for probes
     spent: deque[tuple[float, int]] = field(default_factory=deque)  # when its probes of the last hour began; bytes

@@ -70,8 +70,6 @@ Any other error ends one session."""
 
 @dataclass(slots=True)
 class _Flight:
-    """Bytes of one session at the last look."""
-
     arrived: int = 0  # that were ever acknowledged
     live: int = 0  # in flight
     background: int = 0  # in flight
@@ -427,7 +425,6 @@ class SessionRouter:
         peer.session.close(reason, detail if reason is Reason.BEHIND else reason.sentence)
 
     def _dismiss(self, peer: Peer, reason: Reason) -> None:
-        """End a session, and tell its node why."""
         with self.working_for(peer):
             self._end(peer, reason, "")
 

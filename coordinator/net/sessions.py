@@ -92,7 +92,6 @@ class Bucket:
         self._rate, self._level, self._at = rate, rate.burst, now
 
     def acquire(self, now: float) -> bool:
-        """Take one token; False if there is none."""
         self._level = min(self._rate.burst, self._level + self._rate.per_s * max(0.0, now - self._at))
         self._at = now
         if self._level < 1.0:
@@ -172,8 +171,6 @@ class Lane:
 
 @dataclass(slots=True)
 class Peer:
-    """One session and its lanes."""
-
     number: int
     session: Session
     owner: NodeId | None  # the node whose key it uses; None without keys

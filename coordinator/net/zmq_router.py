@@ -339,8 +339,6 @@ def most_connections(descriptors: int | None) -> int:
 
 @dataclass(slots=True)
 class Connection:
-    """A connection that ZeroMQ has accepted."""
-
     descriptor: int
     host: str  # address of the peer; with `port` it tells this connection from a later one with the same descriptor
     port: int
@@ -378,7 +376,6 @@ class Connections:
         return going
 
     def on_closed(self, descriptor: int) -> None:
-        """ZeroMQ closed a connection."""
         if connection := self._open.pop(descriptor, None):
             self._of_network[connection.network] -= 1
             if not self._of_network[connection.network]:

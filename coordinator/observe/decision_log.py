@@ -25,8 +25,6 @@ _REFUSALS = 64  # most refusals that a window's line lists
 
 
 class DecisionLog:
-    """Writes a line for every window of one coordinator."""
-
     def __init__(self, path: Path, told: Callable[[DecisionEvent], None]) -> None:
         """`told` gets every line, too."""
         self.timeline = MetricsLog(path, keep=KEEP_PARTS)

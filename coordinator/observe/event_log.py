@@ -87,7 +87,6 @@ class EventLog:
             _log.warning("rejected peer who=%r reason=%s why=%r%s", who, reason.name, reason.sentence, again)
 
     def on_event(self, event: ev.Event, machine: CoordinatorMachine, now: float) -> None:
-        """An event on its way to the machine."""
         match event:
             case ev.NodeHello(session=session, node=node):
                 self._greeted[session] = node
@@ -153,7 +152,6 @@ class EventLog:
         self._alarms = dict(alarms)
 
     def recent(self, now: float) -> list[EventStatus]:
-        """The last ones, oldest first."""
         return [{**event, "age_s": max(0.0, now - at)} for at, event in self._recent.values()]
 
     def _log_event(self, kind: Kind, node: str, code: str, sentence: str, detail: str, now: float) -> None:

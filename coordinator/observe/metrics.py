@@ -313,7 +313,6 @@ class Metrics:
         self._show(self._key_age, ages_s)
 
     def count_objects(self, failures: int, moved: tuple[int, int]) -> None:
-        """What the object store did."""
         self._object_failures.inc(failures)
         for direction, num_bytes in zip(("sent", "received"), moved, strict=True):
             self._objects.labels(direction).inc(num_bytes)
@@ -324,7 +323,6 @@ class Metrics:
         self._count_to(self._uplink_held, uplink["held_s"])
 
     def set_anomalies(self, found: Sequence[tuple[str, str]]) -> None:
-        """Who is slow or hangs now, as (kind, node)."""
         self._show(self._anomalies, dict.fromkeys(found, 1))
 
     def set_standbys(self, status: StandbyStatus) -> None:
@@ -348,7 +346,6 @@ class Metrics:
         self._counted[counter] = total
 
     def exposition(self) -> bytes:
-        """The text that Prometheus scrapes."""
         text: bytes = generate_latest(self.registry)
         return text
 

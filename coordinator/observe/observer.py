@@ -56,8 +56,6 @@ _TOTALS_EVERY = 500  # lines of progress between two of totals: 0.2 MB, of the e
 
 
 class Observer:
-    """What one coordinator shows of its run."""
-
     def __init__(self, store: Store, metrics_file: Path, metrics: Metrics, hold: StorageHold) -> None:
         """`metrics_file` is appended to; a resumed run's clock continues where it ends."""
         self.status_json, self._refreshed = b"{}", time.monotonic()
@@ -195,7 +193,6 @@ class Observer:
             metrics.drops.labels(drop.node, drop.reason.code).inc()
 
     def refresh(self, machine: CoordinatorMachine) -> None:
-        """Update the status, and log changes of nodes."""
         self._happenings.alarms(self._alarms(machine), time.monotonic())
         status = self.status(machine)
         if (state := status["run"]["state"]) != self._state:

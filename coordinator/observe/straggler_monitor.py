@@ -55,8 +55,6 @@ JUDGED: Final = (Kind.NODE_SLOW, Kind.LINK_SLOW)
 
 @dataclass(slots=True)
 class _Own:
-    """Times of one start of a node."""
-
     incarnation: int
     unit_s: dict[Kind, deque[float]] = field(
         default_factory=lambda: {kind: deque[float](maxlen=KEPT_ROUNDS) for kind in JUDGED}
@@ -77,7 +75,6 @@ class _Own:
         self.received = 0
 
     def sample(self, kind: Kind) -> Sample:
-        """Of this round."""
         known = self.unit_s[kind]
         if len(known) < LEAST_ROUNDS:
             return Sample(taken_s=self.seconds[kind], expected_s=0.0)
@@ -163,7 +160,6 @@ class RoundTimes:
         return samples
 
     def forget(self, kind: Kind, node: str) -> None:
-        """Forget what was usual for a node."""
         if node in self._own:
             self._own[node].unit_s[kind].clear()
 
@@ -183,8 +179,6 @@ class RoundTimes:
 
 
 class SlowLinks:
-    """Detects links that became slower than usual."""
-
     def __init__(self) -> None:
         self._rates: dict[Ends, deque[float]] = {}
         self._strays: dict[Ends, int] = {}  # rounds in a row in which a direction was unusual
@@ -245,8 +239,6 @@ Happened = Callable[[ev.Event], None]  # gives an event to the machine
 
 @dataclass(slots=True, kw_only=True)
 class Anomaly:
-    """A fault and its mitigations."""
-
     finding: Finding
     round: int  # round in which it was found
     judged: int = 0  # rounds since then
@@ -261,8 +253,6 @@ class Anomaly:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnomalySeen:
-    """An anomaly was found, or ended."""
-
     finding: Finding
     round: int
     over: bool = False

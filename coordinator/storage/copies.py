@@ -220,8 +220,6 @@ _WHAT = "copy of the state"
 
 
 class Copying:
-    """One coordinator's copies to one store."""
-
     def __init__(
         self,
         url: str,

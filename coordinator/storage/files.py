@@ -313,8 +313,6 @@ class Files(ABC):
 
 
 class OsFile(File):
-    """A file of this machine."""
-
     def __init__(self, path: Path, fd: int) -> None:
         self.path, self.fd = path, fd
 
@@ -394,8 +392,6 @@ class OsFile(File):
 
 
 class OsLock(Lock):
-    """A lock by `flock`."""
-
     def __init__(self, path: Path, fd: int) -> None:
         self.path, self.fd = path, fd
 
@@ -412,8 +408,6 @@ class OsLock(Lock):
 
 
 class OsFiles(Files):
-    """The file systems of this machine."""
-
     file_type: type[OsFile] = OsFile
 
     def is_directory(self, path: Path) -> bool:

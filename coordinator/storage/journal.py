@@ -145,7 +145,6 @@ class Tail:
         self.file.sync()
 
     def cut(self) -> None:
-        """Free the room after `end`."""
         self.file.truncate(self.end)
         self.allocated = self.size = self.end
 

@@ -24,10 +24,7 @@ _MADV_DONTNEED: Final = 4
 
 
 class MappedBuffers:
-    """Puts buffers into mapped files."""
-
     def __init__(self, directory: Path) -> None:
-        """`directory`: the state folder."""
         self._directory = directory
         for left in directory.glob(f"{_PREFIX}*"):  # by a process that was killed before it took the name away
             left.unlink(missing_ok=True)

@@ -53,7 +53,6 @@ def fragment_of(record: rec.Record) -> int | None:
 
 
 def nodes_of(record: rec.Record) -> set[str]:
-    """Nodes that a record names."""
     match record:
         case (
             rec.NodeStarted(node=node)
@@ -127,7 +126,6 @@ def words(at: Entry) -> str:
 
 
 def plain(at: Entry) -> dict[str, Any]:
-    """Place, kind and fields, for JSON."""
     return {
         "sequence": at.sequence,
         "segment": at.attachment.segment,

@@ -107,13 +107,11 @@ class Attachments:
         return gone
 
     def update_key(self, fragment: int, version: int) -> str:
-        """See `Store.update_key`."""
         with self._lock:
             place = self._updates.get((fragment, version))
         return "" if place is None else place.key
 
     def has_at_hand(self, fragment: int, version: int) -> bool:
-        """See `Store.has_at_hand`."""
         with self._lock:
             return not self._updates[fragment, version].key or self._recent.get(fragment, (-1,))[0] == version
 

@@ -48,8 +48,6 @@ _NEW = "new"  # in that, the folder that takes their place. What is left of it a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Salvage:
-    """The result of a salvage."""
-
     run: str
     cut: StateCopy
     epoch: int  # highest known epoch

@@ -141,13 +141,10 @@ class Scan:
 
     @property
     def fault(self) -> JournalCorrupt | None:
-        """The first damage."""
         return next((item.fault for item in self.items if isinstance(item, Gap)), None)
 
 
 class RecordHeader(NamedTuple):
-    """The header of a record."""
-
     kind: int
     record_bytes: int
     attachment_bytes: int
@@ -162,7 +159,6 @@ def segment_path(directory: Path, number: int) -> Path:
 
 
 def segment_numbers(directory: Path, files: Files = DISK) -> set[int]:
-    """Numbers of the existing segments."""
     return {int(match[1]) for name in files.names(directory) if (match := _NAME.fullmatch(name))}
 
 
@@ -209,7 +205,6 @@ class Segments:
         return bool(self.numbers and (self.last.items or self.items()))
 
     def items(self) -> tuple[Entry | Gap, ...]:
-        """All of the journal."""
         return tuple(item for number in self.all_numbers for item in self.items_of(number))
 
     @property

@@ -185,8 +185,6 @@ def _again(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Something damaged or inconsistent."""
-
     where: str  # a file of the state folder, with a byte of it where that is known
     what: str
 
@@ -299,7 +297,6 @@ class _Verifier:
             )
 
     def _record(self, at: Entry) -> None:
-        """Check a record."""
         report, record = self._report, at.record
         where = f"{segment_path(self._directory, at.attachment.segment).name} byte {at.offset}, record {at.sequence}"
         report.records += 1

@@ -135,8 +135,6 @@ class Transfer:
 
 @dataclass(slots=True, kw_only=True)
 class FlowHost:
-    """A node with its links."""
-
     node: Node
     group: Group
     up: list[SharedLink]  # its own first, then those that it shares

@@ -43,8 +43,6 @@ class _Place:
 
 
 class LockStep:
-    """One case."""
-
     def __init__(self, setting: Setting, *, timeline: bool) -> None:
         self._setting, self._rules, self._scenario = setting, setting.rules, setting.scenario
         self._elastic = setting.rules.method == "elastic"

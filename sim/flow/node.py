@@ -39,8 +39,6 @@ class Delta:
 
 @dataclass(slots=True, kw_only=True)
 class Held:
-    """One fragment on a node."""
-
     version: int = 0
     newest: int = 0  # of what has arrived
     announced: int = 0  # with a lag: newest version that is known to be committed; its bytes may still be on their way
@@ -54,8 +52,6 @@ class Held:
 
 
 class Coordinator(Protocol):
-    """What a node needs of the other side."""
-
     def upload(self, delta: Delta) -> None: ...
     def forget(self, delta: Delta) -> None:
         """The node died; what it was sending does not come any more."""
@@ -416,8 +412,6 @@ def round_of(window: int, fragment: int, slots: int) -> int:
 
 
 class Window:
-    """One fragment's next outer step."""
-
     def __init__(self, fragment: int, number: int, expected: set[int], now: float) -> None:
         self.fragment, self.number, self.expected, self.opened_at = fragment, number, expected, now
         self.removed: set[int] = set()

@@ -8,8 +8,6 @@ State = Literal["compute", "idle", "down", "absent"]
 
 
 class Merge(NamedTuple):
-    """A window that was committed."""
-
     at_s: float
     fragment: int
     version: int
@@ -59,11 +57,9 @@ class Outcome:
 
     @property
     def stale_share(self) -> float:
-        """Of the merged deltas."""
         return self.stale / self.merged if self.merged else 0.0
 
     def share(self, seconds: float) -> float:
-        """Of all machine-seconds."""
         return seconds / self.machine_s if self.machine_s else 0.0
 
     @property
@@ -100,7 +96,6 @@ class Clock:
 
     @property
     def working(self) -> int:
-        """Machines that compute now."""
         return self._machines - self.missing if self.state == "compute" else 0
 
     def account(self, now: float) -> None:

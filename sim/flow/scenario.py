@@ -157,8 +157,6 @@ class Hub(Checked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site(Hub):
-    """An uplink that several nodes share."""
-
     name: str
 
 
@@ -181,16 +179,12 @@ class Crash(Checked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model(Checked):
-    """What is trained, as its size."""
-
     parameters: Count = 1_000_000_000
     snapshot_bits: NotNegative = 32.0  # bits per parameter of what a newcomer fetches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant(Checked):
-    """One of the ways that are compared."""
-
     name: str
     rules: Rules
 
@@ -279,8 +273,6 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One line of the table, one seed."""
-
     variant: str
     value: float | None  # of the swept key
     setting: Setting
@@ -340,8 +332,6 @@ def _gathered(groups: tuple[Group, ...], clusters: int | None) -> tuple[Group, .
 
 
 class FailureTrace:
-    """The dice of one node."""
-
     def __init__(self, group: Group, *, seed: int, index: int) -> None:
         self._group = group
         self._crashes, self._outages, self._jitter = (
