@@ -21,8 +21,7 @@ def dump_toml(tables: Mapping[str, Mapping[str, object]]) -> str:
     Raises TypeError: a value is neither text, number, truth value nor a list or table of these."""
     sections = []
     for table, values in tables.items():
-        lines = [f"{key} = {_value(value)}" for key, value in values.items()]
-        sections.append("\n".join([f"[{table}]", *lines]))
+        sections.append("\n".join([f"[{table}]", *[f"{key} = {_value(value)}" for key, value in values.items()]]))
     return "\n\n".join(sections) + "\n"
 
 
@@ -87,8 +86,7 @@ def read_file(path: Path, known: Iterable[str]) -> list[Given]:
     lines, sections = line_numbers(text), list(known)
     found = []
     for section, table in tables.items():
-        line = lines.get((section, 0, ""), lines.get(("", 0, section)))
-        where = _origin(path, line)
+        where = _origin(path, lines.get((section, 0, ""), lines.get(("", 0, section))))
         if not isinstance(table, dict):
             raise ConfigError(f"{where}: {section} is outside of a section; put it below {_listed(sections)}")
         if section not in sections:

@@ -416,8 +416,7 @@ def publish(stepped: Buffers, step: Step, codec_down: str, delta: Tensor, pool: 
     """Encode target − anchor, and apply the decoded update to the anchor."""
     codec, fragment = codec_named(codec_down), step.fragment
     header, update = _header(codec, step), pool.buffer(blob_bytes(codec, fragment))
-    difference = stepped.target - stepped.anchor
-    codec.encode_into(difference, as_tensor(update)[HEADER_BYTES:], fragment, seed=header.seed)
+    codec.encode_into(stepped.target - stepped.anchor, as_tensor(update)[HEADER_BYTES:], fragment, seed=header.seed)
     update = seal(header, update)
     anchor = pool.copy(stepped.anchor)
     apply_update_(anchor, update, step, codec_down)

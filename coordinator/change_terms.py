@@ -55,8 +55,7 @@ def lightened(machine: CoordinatorMachine, advice: Advice) -> Revision:
     cannot have it."""
     try:
         spec = machine.ledger.spec
-        in_stages = spec.identity.layout.num_stages > 1
-        given = settings_of(advice, spec.terms, machine.ledger.h, in_stages=in_stages)
+        given = settings_of(advice, spec.terms, machine.ledger.h, in_stages=spec.identity.layout.num_stages > 1)
     except NotInPlace as error:
         raise ValueError(str(error)) from error
     return revision_asked_for(machine, given)

@@ -473,8 +473,7 @@ class CoordinatorExecutor:
         peer = self.sessions.get(offer.blob.node)
 
         def failed(error: Exception) -> None:
-            outcome = self._deltas.rejected(offer, Reason.FAULT, f"{type(error).__name__}: {error}")
-            self._fail(peer, error, outcome)
+            self._fail(peer, error, self._deltas.rejected(offer, Reason.FAULT, f"{type(error).__name__}: {error}"))
 
         try:
             self._deltas.store(offer, data, partial(self._happened_to, peer), failed, in_store=in_store)

@@ -204,8 +204,7 @@ class DeltaIntake:
     def _has_room(self, offer: Offer) -> bool:
         """Whether there is room, without the delta that it replaces."""
         own = {fragment: self._partial[blob].size for fragment, blob in self._begun.get(offer.blob.node, {}).items()}
-        replaced = own.pop(offer.blob.fragment, 0)
-        others = self.held_bytes - replaced
+        others = self.held_bytes - own.pop(offer.blob.fragment, 0)
         fits = not own or sum(own.values()) + offer.size <= self.most_bytes_of_a_node
         return fits and (not others or others + offer.size <= self.most_bytes)
 

@@ -291,8 +291,7 @@ def sync_text(node: NodeStatus, windows: Sequence[WindowStatus]) -> str:
 
 def ended_well(node: NodeStatus, status: Status) -> bool:
     """Whether it left because the run was finished."""
-    over = status["run"]["state"] == "finished"
-    return over and not node["connected"] and node["state"] in ("finished", "left")
+    return status["run"]["state"] == "finished" and not node["connected"] and node["state"] in ("finished", "left")
 
 
 def idle_steps(status: Status) -> str:

@@ -74,8 +74,7 @@ class _Sharing:
         return tuple(self._paths[source] for source in self._sources)
 
     def _judged(self) -> tuple[float, dict[int, float]]:
-        routes = [self._paths[source] for source in self._sources]
-        outcome = simulate(routes, self._work, self._message_s)
+        outcome = simulate([self._paths[source] for source in self._sources], self._work, self._message_s)
         return outcome.makespan_s, outcome.source_s
 
     def _nearest(self, node: int, stage: int) -> list[int]:
@@ -312,8 +311,7 @@ def _planned(task: Task, *, by_speed: bool) -> Paths:
     chains = _start(task, by_speed=by_speed)
     if chains is None:
         return _shared(task)
-    count = len(task.message_s)
-    moves = max(1, int(_MOVES_PER_NODE * count * task.effort))
+    moves = max(1, int(_MOVES_PER_NODE * len(task.message_s) * task.effort))
     work = _resplit(task, chains) if by_speed or task.stage_of is not None else task.work
     best: tuple[float, Chains, Work] | None = None
     for turn in range(3):
@@ -346,8 +344,7 @@ def _start(task: Task, *, by_speed: bool) -> Chains | None:
     if task.stage_of is not None:
         return pinned_start(task.stage_of, task.length, task.limits)
     kept = [node for node in range(len(task.message_s)) if node not in set(task.left_out)]
-    near = [[task.message_s[u][v] for v in kept] for u in kept]
-    found = free_start(near, task.stages, task.length, task.limits)
+    found = free_start([[task.message_s[u][v] for v in kept] for u in kept], task.stages, task.length, task.limits)
     chains = Chains(
         nodes=tuple(tuple(kept[node] for node in own) for own in found.nodes),
         stages=found.stages,
@@ -432,8 +429,7 @@ def _with_rest(task: Task, chains: Chains, work: Work) -> Paths:
     routes = [Route(nodes=own, stages=at) for own, at in zip(chains.nodes, chains.stages, strict=True)]
     seconds = simulate(routes, work, task.message_s).makespan_s
     for node in chains.rest:
-        mains = routes[: len(chains.nodes)]
-        ways = _ways_with(task, mains, node)
+        ways = _ways_with(task, routes[: len(chains.nodes)], node)
         if task.stage_of is not None:
             stage_of[node] = task.stage_of[node]
         if not ways:

@@ -93,11 +93,10 @@ class _Play:
                 self._queue[node].append(job)
             if self._free_at[node] <= now:
                 self._begin(node, now)
-        wanted = self._work.microbatches * len(self._ways)
         return Outcome(
             makespan_s=max(self._done.values(), default=0.0),
             source_s=self._done,
-            stalled=wanted - sum(self._returned.values()),
+            stalled=self._work.microbatches * len(self._ways) - sum(self._returned.values()),
             pieces=tuple(self._pieces),
         )
 
@@ -176,5 +175,4 @@ def bounds_s(routes: Sequence[Route], work: Work, message_s: Numbers) -> tuple[f
                 factor = 1.0 + work.backward + (work.loss if place == 0 else 0.0)
                 load[node] = load.get(node, 0.0) + factor * work.forward_s(node, stage)
     used = [route for several in ways.values() for route in several[: work.microbatches]]
-    longest = max(latency_s(route.nodes, route.stages, work, message_s) for route in used)
-    return longest, max(load.values())
+    return max(latency_s(route.nodes, route.stages, work, message_s) for route in used), max(load.values())

@@ -66,8 +66,7 @@ class ControlFrame:
 
     def parts(self) -> list[Buffer]:
         fields = _CONTROL.pack(self.seq, self.ack)
-        header = _header(FrameKind.CONTROL, self.run, self.epoch, fields, self.body)
-        return [header + self.body]
+        return [_header(FrameKind.CONTROL, self.run, self.epoch, fields, self.body) + self.body]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

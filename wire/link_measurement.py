@@ -68,13 +68,12 @@ def parse(info: bytes, congestion: str = "") -> Connection | None:
     rtt, least = _u32(info, _RTT), _u32(info, _MIN_RTT)
     if rtt == 0:
         return None
-    rate = _u64(info, _DELIVERY_RATE)
     return Connection(
         rtt_s=rtt / _MICROSECONDS,
         least_rtt_s=(rtt if least in (0, _NO_MIN_RTT) else least) / _MICROSECONDS,
         retransmits=_u32(info, _TOTAL_RETRANS),
         segments=_u32(info, _SEGS_OUT),
-        delivered_bytes_per_s=0.0 if info[_FLAGS] & 1 else float(rate),
+        delivered_bytes_per_s=0.0 if info[_FLAGS] & 1 else float(_u64(info, _DELIVERY_RATE)),
         congestion=congestion,
     )
 

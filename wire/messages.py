@@ -582,8 +582,7 @@ def decode(data: bytes | memoryview) -> Message | None:
     """A message from bytes; None for one that a peer may ignore.
     Raises RemoteProtocolError: malformed, of a wrong type, beyond the bounds of what a node may say, or unknown and
     marked as one that must be understood."""
-    plain = unpack(data)
-    match plain:
+    match unpack(data):
         case [int() as number, bool() as must_understand, dict() as fields]:
             pass
         case _:

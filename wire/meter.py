@@ -172,8 +172,7 @@ def burst_of(points: list[tuple[float, int]]) -> Burst | None:
 
 def _at(points: list[tuple[float, int]], num_bytes: float) -> int:
     """The first arrival by which so many bytes had come; never the last of all."""
-    found = next(index for index, (_, so_far) in enumerate(points) if so_far >= num_bytes)
-    return min(found, len(points) - 2)
+    return min(next(index for index, (_, so_far) in enumerate(points) if so_far >= num_bytes), len(points) - 2)
 
 
 def _rate(first: tuple[float, int], last: tuple[float, int]) -> float:

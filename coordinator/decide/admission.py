@@ -106,8 +106,7 @@ def work_untrue(offer: Offer, ledger: Ledger) -> str | None:
             return f"the delta claims {share.steps} inner steps, and there were at most {most} since its base"
         if untrue := _tokens_untrue(share.tokens, share.steps, ledger, ledger.holds_of(share.node)):
             return f"the delta claims {untrue}"
-        numel = ledger.fragment(fragment).numel
-        if not 0.0 <= share.norm_sq <= numel * _FP32_MAX**2:
+        if not 0.0 <= share.norm_sq <= ledger.fragment(fragment).numel * _FP32_MAX**2:
             return f"the delta claims a squared norm of {share.norm_sq:g}"
     return None
 

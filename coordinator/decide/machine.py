@@ -112,9 +112,8 @@ class CoordinatorMachine:
         self._rollback = RollbackGuard(run, self._decisions)
         self._closing = Closing(run, self._decisions, floor_share=floor_share, drops_silent=drops_silent)
         self.grace, self.guard, self.deadlines = self._closing.grace, self._closing.guard, self._closing.node_deadlines
-        gone_at = now + liveness_s
         self._membership = Membership(
-            run, self._decisions, self._closing, self._rollback, gone_at=gone_at, expire_s=expire_s
+            run, self._decisions, self._closing, self._rollback, gone_at=now + liveness_s, expire_s=expire_s
         )
         self._adoption = None if adopt is None else Adoption(ledger, self._decisions, self.alarms, adopt, now)
         self._evaluations = Evaluations(ledger)
@@ -428,8 +427,7 @@ class CoordinatorMachine:
         self._decisions.send(offer.blob.node, msg.Stored(blob=offer.blob))
         if window.state == "open":  # else the next one may begin with it
             window.add(offer)
-            quorum = self.ledger.terms_at(window.terms).admission.quorum
-            self.grace.update(window, quorum, self._run.now)
+            self.grace.update(window, self.ledger.terms_at(window.terms).admission.quorum, self._run.now)
         self._closing.try_all()  # what was seen of lateness says of others, too, that they have waited long enough
         self._membership.start_ready(self._run.now, "none")
 

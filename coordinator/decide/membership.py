@@ -299,8 +299,7 @@ class Membership:
         member.let_go = True
         self._record_start(member)
         leases = self._grant(member)
-        first = leases[0] if leases else None
-        self._decisions.send(member.name, msg.Start(round=plan, lease=first, slot=slot))
+        self._decisions.send(member.name, msg.Start(round=plan, lease=leases[0] if leases else None, slot=slot))
         self._send_grants(member, leases[1:])
 
     def _slot_for(self, member: Member, plan: RoundPlan) -> int:

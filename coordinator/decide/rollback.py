@@ -157,8 +157,7 @@ class RollbackGuard:
             trusted = self._run.held is None and self._trusted_at is not None and now >= self._trusted_at
             if trusted or node in self._disbelieved:
                 self._exclude(node, standing.detail, "another history of this run goes on", now)
-                detail = f"node {node} {standing.detail}"
-                return Refused(reason=Reason.FENCED, detail=detail, retriable=True)
+                return Refused(reason=Reason.FENCED, detail=f"node {node} {standing.detail}", retriable=True)
             if self._run.held is None or self._claims == {node: standing.detail}:  # the first claim, or since a release
                 self._held_at = now if self._run.held is None else self._held_at
                 known = hello.anchors or hello.announced

@@ -230,8 +230,7 @@ class SessionRouter:
             detail,
             exc_info=trace,
         )
-        told = reason.sentence if reason is Reason.FAULT else str(error)
-        self._end(peer, reason, told)
+        self._end(peer, reason, reason.sentence if reason is Reason.FAULT else str(error))
 
     def flush(self, peer: Peer) -> None:
         """Send what the peer's session wants to send, and report what happened in it."""
@@ -465,8 +464,7 @@ class SessionRouter:
         """See what the peer has acknowledged, and whether it has paced blobs to send."""
         session, transfers = peer.session, peer.session.transfers
         live, background = transfers.live_in_flight, transfers.background_in_flight
-        arrived = session.traffic.arrived_bytes
-        self._egress.look(peer.number, now, arrived=arrived, live=live, background=background)
+        self._egress.look(peer.number, now, arrived=session.traffic.arrived_bytes, live=live, background=background)
         if self._is_paced(session.blob_waits(now)):
             self._paced.setdefault(peer.number, peer)
 

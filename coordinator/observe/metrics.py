@@ -386,8 +386,7 @@ class TrafficMetrics:
         metrics, before = self._metrics, self._seen
         self._seen = {}
         for node, peer in sessions.items():
-            traffic = peer.session.traffic
-            counted = self._seen[peer.number] = counts(traffic)
+            counted = self._seen[peer.number] = counts(peer.session.traffic)
             old = before.get(peer.number, {})
             moved = 0
             for (direction, kind), count in counted.items():

@@ -87,8 +87,7 @@ def write_copy(bucket: Bucket, cut: StateCopy, *, kept: int = KEPT) -> int:
     _delete(bucket, [path for path in paths if (found := _OBJECT.fullmatch(path)) and int(found[1]) >= number])
     total = 0
     for fragment, buffers in enumerate(cut.buffers):
-        snapshot = snapshots.of_buffers(identity.fingerprint(), fragment, buffers)
-        data = snapshots.packed(snapshot)
+        data = snapshots.packed(snapshots.of_buffers(identity.fingerprint(), fragment, buffers))
         name = snapshots.snapshot_path(Path(), fragment, buffers.version).name
         bucket.put(f"{_folder(number)}/{name}", data)
         total += len(data)

@@ -278,8 +278,7 @@ class Recovery:
                 self.done.setdefault(record.fragment, {})[record.version] = _Done(record=record, codecs=codecs)
             self.ledger.apply(record)
         except (AssertionError, LookupError) as error:
-            kind = type(record).__name__
-            what = f"record {item.sequence} ({kind}) does not fit the records before it"
+            what = f"record {item.sequence} ({type(record).__name__}) does not fit the records before it"
             raise Inconsistent(self.directory, what) from error
 
     def take_older(self, segments: Segments, *, trusting: bool) -> None:

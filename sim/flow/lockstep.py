@@ -185,8 +185,7 @@ class LockStep:
         """Gradients up and the step's result down, all nodes at once: the busiest link tells, and the farthest node."""
         if not there:
             return 0.0
-        late_s = max(2.0 * place.group.rtt_s + place.group.jitter_s for place in there)
-        total = late_s
+        total = max(2.0 * place.group.rtt_s + place.group.jitter_s for place in there)
         for size, direction in ((self._up_bytes, "up_gbit_s"), (self._down_bytes, "down_gbit_s")):
             own = max(size / place.group.bytes_per_s(getattr(place.group, direction)) for place in there)
             shared = [

@@ -322,8 +322,7 @@ class _World:
             return
         if window.quorum_at + grace_s <= self._agenda.now:
             return self._close(window)
-        until = window.quorum_at + grace_s
-        self._agenda.at(until, lambda: self._end_grace(window, self._lateness.seconds or 0.0))
+        self._agenda.at(window.quorum_at + grace_s, lambda: self._end_grace(window, self._lateness.seconds or 0.0))
 
     def _close(self, window: Window) -> None:
         if not window.closing:
