@@ -31,15 +31,23 @@ NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
 _CANNOT = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})  # the file system has no such call
 
 
+@contextmanager
+def disk_errors(path: Path, what: str, *, room: bool = False) -> Iterator[None]:
+    """Raises StorageFailed for an OSError of the block; where `room` is asked for and that is what lacks, NoRoom."""
+    try:
+        yield
+    except OSError as error:
+        refused = no_room(path, error.errno) if room else None
+        raise refused or StorageFailed(path, f"{what}: {error.strerror}") from error
+
+
 def write_all(fd: int, path: Path, parts: Sequence[Bytes], offset: int) -> None:
     """Write the parts one after the other at `offset`, however often the kernel stops short.
     Raises StorageFailed: some of the bytes may be there."""
     views = [memoryview(part).cast("B") for part in parts if len(part)]
     while views:
-        try:
+        with disk_errors(path, "write"):
             written = os.pwritev(fd, views, offset)
-        except OSError as error:
-            raise StorageFailed(path, f"write: {error.strerror}") from error
         offset += written
         while views and written >= len(views[0]):
             written -= len(views.pop(0))
@@ -247,10 +255,8 @@ class Files(ABC):
             return
         self.make_directory(path.parent)
         with self._opened(path.parent) as parent:
-            try:
+            with disk_errors(path, "create"):
                 self.mkdir(path)
-            except OSError as error:
-                raise _failed(path, "create", error) from error
             parent.sync()
 
     def replace(self, temporary: Path, path: Path) -> None:
@@ -260,10 +266,8 @@ class Files(ABC):
         with self._opened(path.parent) as directory:  # open before the rename, after which nothing may be missing
             with self._opened(temporary) as file:
                 file.sync()
-            try:
+            with disk_errors(path, "rename"):
                 self.rename(temporary, path)
-            except OSError as error:
-                raise _failed(path, "rename", error) from error
             directory.sync()
 
     @contextmanager
@@ -282,20 +286,16 @@ class Files(ABC):
         """Move a file into another directory of the same file system, durably. Raises StorageFailed."""
         self.make_directory(target.parent)
         with self._opened(path.parent) as old, self._opened(target.parent) as new:
-            try:
+            with disk_errors(path, "move"):
                 self.rename(path, target)
-            except OSError as error:
-                raise _failed(path, "move", error) from error
             new.sync()
             old.sync()
 
     def delete(self, path: Path) -> None:
         """Delete a file, durably. Raises StorageFailed, NoRoom where no descriptor is left and nothing was changed."""
         with self._opened(path.parent) as directory:
-            try:
+            with disk_errors(path, "delete"):
                 self.unlink(path)
-            except OSError as error:
-                raise _failed(path, "delete", error) from error
             directory.sync()
 
     def remove_temporaries(self, directory: Path, prefix: str = "") -> None:
@@ -306,10 +306,8 @@ class Files(ABC):
                     self.unlink(directory / name)
 
     def _opened(self, path: Path) -> closing[File]:
-        try:
+        with disk_errors(path, "open", room=True):
             return closing(self.open(path))
-        except OSError as error:
-            raise no_room(path, error.errno) or _failed(path, "open", error) from error
 
 
 class OsFile(File):
@@ -338,10 +336,8 @@ class OsFile(File):
                 head = -start % DIRECT_PAGE
                 write_all(self.fd, self.path, [*waiting, view[:head]], offset)
                 offset = start + head
-                try:
+                with disk_errors(self.path, "write"):
                     written = write_direct(self.fd, view[head:], offset)
-                except OSError as error:
-                    raise StorageFailed(self.path, f"write: {error.strerror}") from error
                 offset, view, waiting = offset + written, view[head + written :], []
             waiting.append(view)
         write_all(self.fd, self.path, waiting, offset)
@@ -360,19 +356,15 @@ class OsFile(File):
                     self.truncate(offset)  # gives back the part that was there
                 raise refused from error
             else:
-                raise _failed(self.path, "allocate", error) from error
+                raise StorageFailed(self.path, f"allocate: {error.strerror}") from error
 
     def truncate(self, length: int) -> None:
-        try:
+        with disk_errors(self.path, "truncate"):
             os.ftruncate(self.fd, length)
-        except OSError as error:
-            raise _failed(self.path, "truncate", error) from error
 
     def sync(self) -> None:
-        try:
+        with disk_errors(self.path, "sync"):
             os.fsync(self.fd)
-        except OSError as error:
-            raise _failed(self.path, "sync", error) from error
 
     def sync_and_forget(self) -> None:
         self.sync()
@@ -423,10 +415,8 @@ class OsFiles(Files):
             return None
 
     def lock(self, path: Path) -> Lock:
-        try:
+        with disk_errors(path, "open"):
             fd = _with_descriptor(path, partial(os.open, path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
-        except OSError as error:
-            raise _failed(path, "open", error) from error
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -437,7 +427,7 @@ class OsFiles(Files):
             os.close(fd)
             if isinstance(error, BlockingIOError):
                 raise StateLocked(path) from error
-            raise _failed(path, "lock", error) from error
+            raise StorageFailed(path, f"lock: {error.strerror}") from error
         return OsLock(path, fd)
 
     def open(self, path: Path, *, write: bool = False) -> File:
@@ -532,7 +522,3 @@ def _with_descriptor(path: Path, call: Callable[[], _T]) -> _T:
 
 def _identity(stat: os.stat_result) -> Identity:
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
-def _failed(path: Path, what: str, error: OSError) -> StorageFailed:
-    return StorageFailed(path, f"{what}: {error.strerror}")

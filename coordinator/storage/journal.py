@@ -12,7 +12,7 @@ from typing import Self
 from farloop.coordinator.decide import records
 from farloop.coordinator.decide.records import LedgerSaved, Record
 from farloop.coordinator.errors import DiskFull, Fenced, FolderChanged, NoRoom, StorageError, StorageFailed
-from farloop.coordinator.storage.files import DISK, Bytes, File, Files, Identity, Lock, no_room
+from farloop.coordinator.storage.files import DISK, Bytes, File, Files, Identity, Lock, disk_errors, no_room
 from farloop.coordinator.storage.segment import (
     MAX_BODY_BYTES,
     RECORD_HEADER_BYTES,
@@ -40,23 +40,15 @@ _EPOCH_FORMAT = re.compile(rb"farloop-epoch 1 ([1-9][0-9]{0,18})\n")
 def claim_epoch(directory: Path, *, seen: int = 0, files: Files = DISK) -> int:
     """Claim the next epoch of the state in `directory`, durably.
 
-    To be called with the journal open, which holds the directory's lock, and before any socket is bound.
-
-    Args:
-        seen: the highest epoch known from elsewhere (the journal), so that a lost file cannot turn time back.
-
-    Raises:
-        NoRoom: nothing was claimed.
-        StorageFailed: the file is not an epoch file, or could not be written.
+    To be called with the journal open, which holds the directory's lock, and before any socket is bound. `seen`: the
+    highest epoch known from elsewhere (the journal), so that a lost file cannot turn time back.
+    Raises NoRoom: nothing was claimed. Raises StorageFailed: it is not an epoch file, or could not be written.
     """
     path = directory / _EPOCH_FILE
     epoch = max(claimed_epoch(directory, files), seen) + 1
     files.require_free(directory, 4096)
-    with files.replacing(path) as temporary:
-        try:
-            files.write_bytes(temporary, b"farloop-epoch 1 %d\n" % epoch)
-        except OSError as error:
-            raise no_room(path, error.errno) or StorageFailed(path, f"write: {error.strerror}") from error
+    with files.replacing(path) as temporary, disk_errors(path, "write", room=True):
+        files.write_bytes(temporary, b"farloop-epoch 1 %d\n" % epoch)
     return epoch
 
 
@@ -94,10 +86,8 @@ class Claim:
 
     def require(self) -> None:
         """Raises Fenced: a higher epoch was claimed since; else as `claimed_epoch`."""
-        try:
+        with disk_errors(self._path, "read"):
             identity = self._files.identity(self._path)
-        except OSError as error:
-            raise StorageFailed(self._path, f"read: {error.strerror}") from error
         if identity is None or identity != self._known:
             if (found := claimed_epoch(self._directory, self._files)) > self._epoch:
                 raise Fenced(self._path, self._epoch, found)
@@ -191,10 +181,8 @@ def create_tail(
     start = sum(memoryview(part).nbytes for part in parts)
     with ExitStack() as undo:
         with files.replacing(path) as temporary:
-            try:
+            with disk_errors(path, "create", room=True):
                 file = files.create(temporary)
-            except OSError as error:
-                raise no_room(path, error.errno) or StorageFailed(path, f"create: {error.strerror}") from error
             undo.callback(file.close)
             allocated = _allocate_in_steps(file, 0, start + room)
             file.write(parts, 0)
@@ -222,10 +210,8 @@ def settle(path: Path, files: Files = DISK) -> None:
 
 
 def _opened(path: Path, files: Files, *, write: bool) -> File:
-    try:
+    with disk_errors(path, "open"):
         return files.open(path, write=write)
-    except OSError as error:
-        raise StorageFailed(path, f"open: {error.strerror}") from error
 
 
 def _allocate_in_steps(file: File, offset: int, nbytes: int) -> int:
@@ -258,7 +244,6 @@ class Journal:
     """An append-only log of records in one directory, which it holds locked."""
 
     def __init__(self, directory: Path, files: Files, lock: Lock, *, segment_bytes: int) -> None:
-        """Use `Journal.open` or `Journal.look`."""
         self._directory, self._files, self._lock = directory, files, lock
         self._open_tail: Tail | None = None
         self._last: tuple[int, Scan] | None = None  # number and content of the last segment found
@@ -276,12 +261,9 @@ class Journal:
     def open(cls, directory: Path, *, segment_bytes: int = SEGMENT_BYTES, files: Files = DISK) -> tuple[Self, Segments]:
         """`look`, then `begin`. Raises JournalCorrupt: there is damage in it."""
         journal, found = cls.look(directory, segment_bytes=segment_bytes, files=files)
-        try:
+        with journal.closed_on_error():
             assert found.entries is not None  # all of them
             journal.begin()
-        except BaseException:
-            journal.close()
-            raise
         return journal, found
 
     @classmethod
@@ -301,12 +283,9 @@ class Journal:
         files.make_directory(directory)
         lock = files.lock(directory / "lock")
         journal = cls(directory, files, lock, segment_bytes=segment_bytes)
-        try:
+        with journal.closed_on_error():
             refuse_half_salvaged(directory, files)
             return journal, journal._read()
-        except BaseException:
-            journal.close()
-            raise
 
     @classmethod
     def after(cls, directory: Path, last: Scan, number: int, *, segment_bytes: int, files: Files) -> Self:
@@ -336,9 +315,7 @@ class Journal:
             fresh: in a segment of its own, beginning with what all records say (`begin_segments_with`). What another
                 coordinator that is fenced, and has not noticed yet, still writes into the last one does no harm then.
 
-        Raises:
-            NoRoom: there is no room to begin a journal, or a segment.
-            StorageFailed: the disk refused.
+        Raises NoRoom: there is no room to begin a journal, or a segment. Raises StorageFailed: the disk refused.
         """
         assert self._open_tail is None
         self._files.remove_temporaries(self._directory)
@@ -513,6 +490,14 @@ class Journal:
         self._tail.finish()
         self.durable = self.num_records
 
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
     def __enter__(self) -> Self:
         return self
 
@@ -535,10 +520,8 @@ class Journal:
         with self._fatal():
             if self._claim is not None:
                 self._claim.require()  # first: it says who
-            try:
+            with disk_errors(self._tail.path, "stat"):
                 changed = self._tail.changed(self._files)
-            except OSError as error:
-                raise StorageFailed(self._tail.path, f"stat: {error.strerror}") from error
             if changed:
                 raise FolderChanged(self._tail.path, changed)
             if not self._lock.is_ours():

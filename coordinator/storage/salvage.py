@@ -27,7 +27,7 @@ from farloop.coordinator.errors import (
 from farloop.coordinator.leadership import mark, marked
 from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.copies import StateCopy
-from farloop.coordinator.storage.files import DISK, Files, no_room
+from farloop.coordinator.storage.files import DISK, Files, disk_errors
 from farloop.coordinator.storage.journal import Journal, claim_epoch, claimed_epoch
 from farloop.coordinator.storage.recovery import Recovery
 from farloop.coordinator.storage.segment import (
@@ -174,10 +174,8 @@ _STEP = re.compile(rb"farloop-salvage 1 (out|in) (" + _FOLDER.encode() + rb"-[0-
 
 def _step(directory: Path, files: Files) -> _Step:
     path = directory / UNFINISHED
-    try:
+    with disk_errors(path, "read"):
         found = _STEP.fullmatch(files.read_bytes(path))
-    except OSError as error:
-        raise StorageFailed(path, f"read: {error.strerror}") from error
     if found is None:
         raise StateMismatch(path, "is no salvage file; the unfinished result is in the newest before-salvage-N/new")
     return _Step(found[1].decode(), found[2].decode())
@@ -185,11 +183,8 @@ def _step(directory: Path, files: Files) -> _Step:
 
 def _note(directory: Path, step: _Step, files: Files) -> None:
     path = directory / UNFINISHED
-    with files.replacing(path) as temporary:
-        try:
-            files.write_bytes(temporary, step.text)
-        except OSError as error:
-            raise no_room(path, error.errno) or StorageFailed(path, f"write: {error.strerror}") from error
+    with files.replacing(path) as temporary, disk_errors(path, "write", room=True):
+        files.write_bytes(temporary, step.text)
 
 
 def _swap(directory: Path, step: _Step, files: Files) -> Path:

@@ -3,7 +3,7 @@
 import re
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -13,7 +13,7 @@ import xxhash
 from farloop.coordinator.decide import records
 from farloop.coordinator.decide.records import LedgerSaved, Record, RunStarted
 from farloop.coordinator.errors import JournalCorrupt, StateMismatch, StorageFailed
-from farloop.coordinator.storage.files import DISK, Bytes, Files, no_room
+from farloop.coordinator.storage.files import DISK, Bytes, Files, disk_errors
 from farloop.coordinator.storage.objects import read_object
 
 # --- Segments and records
@@ -242,12 +242,9 @@ def read_attachment(
     assert offset >= 0 and nbytes >= 0 and offset + nbytes <= attachment.size
     path = segment_path(directory, attachment.segment)
     start, data = attachment.offset + offset, bytearray(nbytes)
-    try:
-        with closing(files.open(path)) as file:
-            if (there := file.read_into(start, memoryview(data))) < nbytes:
-                raise StorageFailed(path, f"ends at byte {start + there}, before the attachment does")
-    except OSError as error:
-        raise no_room(path, error.errno) or StorageFailed(path, f"read: {error.strerror}") from error
+    with disk_errors(path, "read", room=True), closing(files.open(path)) as file:
+        if (there := file.read_into(start, memoryview(data))) < nbytes:
+            raise StorageFailed(path, f"ends at byte {start + there}, before the attachment does")
     return data
 
 
@@ -282,48 +279,45 @@ def scan_segment(path: Path, number: int, files: Files = DISK, *, until: int | N
     items, torn_bytes, doubted = list[Entry | Gap](), 0, -1
     salt = sequence = first_sequence = 0
     end = offset = SEGMENT_HEADER_BYTES
-    try:
-        with closing(files.open(path)) as opened:
-            file, size = opened.reader(), opened.identity()[2]
+    with disk_errors(path, "read"), closing(files.open(path)) as opened:
+        file, size = opened.reader(), opened.identity()[2]
+        try:
+            salt, first_sequence = read_segment_header(file, path, number)
+        except JournalCorrupt as error:
+            return Scan(
+                path=path, salt=0, first_sequence=0, items=(Gap(fault=error),), next_sequence=0, end=0,
+                torn_bytes=0, size=size,
+            )  # fmt: skip
+        sequence = first_sequence
+        if number == 0 and sequence > 0:
+            detail = f"it goes on at record {sequence}, not 0: some are missing"
+            items.append(Gap(fault=JournalCorrupt(path, 16, detail)))
+        while True:
+            fault: JournalCorrupt | None = None
+            file.seek(offset)
             try:
-                salt, first_sequence = read_segment_header(file, path, number)
+                for entry in read_records(
+                    file, path, number, sequence, until, salt, size, offset=offset, trusted=trusted
+                ):
+                    items.append(entry)
+                    end = offset = entry.end
+                    sequence = entry.sequence + 1
             except JournalCorrupt as error:
-                return Scan(
-                    path=path, salt=0, first_sequence=0, items=(Gap(fault=error),), next_sequence=0, end=0,
-                    torn_bytes=0, size=size,
-                )  # fmt: skip
-            sequence = first_sequence
-            if number == 0 and sequence > 0:
-                detail = f"it goes on at record {sequence}, not 0: some are missing"
-                items.append(Gap(fault=JournalCorrupt(path, 16, detail)))
-            while True:
-                fault: JournalCorrupt | None = None
-                file.seek(offset)
-                try:
-                    for entry in read_records(
-                        file, path, number, sequence, until, salt, size, offset=offset, trusted=trusted
-                    ):
-                        items.append(entry)
-                        end = offset = entry.end
-                        sequence = entry.sequence + 1
-                except JournalCorrupt as error:
-                    fault = error
-                if sequence == until:
+                fault = error
+            if sequence == until:
+                break
+            ahead = _look_ahead(file, offset, sequence, until, salt)
+            if until is None and fault is None:
+                if ahead.proof is None:
+                    torn_bytes = ahead.used - offset
                     break
-                ahead = _look_ahead(file, offset, sequence, until, salt)
-                if until is None and fault is None:
-                    if ahead.proof is None:
-                        torn_bytes = ahead.used - offset
-                        break
-                    if offset != doubted:  # it may have been half written when it was read, and is whole by now
-                        doubted, size = offset, opened.identity()[2]
-                        continue
-                items.append(Gap(fault=fault or JournalCorrupt(path, offset, _damage(sequence, ahead))))
-                if ahead.following is None:
-                    break
-                offset, sequence = ahead.following
-    except OSError as error:
-        raise StorageFailed(path, f"read: {error.strerror}") from error
+                if offset != doubted:  # it may have been half written when it was read, and is whole by now
+                    doubted, size = offset, opened.identity()[2]
+                    continue
+            items.append(Gap(fault=fault or JournalCorrupt(path, offset, _damage(sequence, ahead))))
+            if ahead.following is None:
+                break
+            offset, sequence = ahead.following
     return Scan(
         path=path, salt=salt, first_sequence=first_sequence, items=tuple(items), next_sequence=sequence, end=end,
         torn_bytes=torn_bytes, size=size,
@@ -471,10 +465,6 @@ def begin_of(directory: Path, number: int, files: Files = DISK) -> int | None:
     """Sequence of a segment's first record; None where there is no such segment, or it is unreadable."""
     if files.identity(path := segment_path(directory, number)) is None:
         return None
-    try:
-        with closing(files.open(path)) as opened:
-            return read_segment_header(opened.reader(), path, number)[1]
-    except JournalCorrupt:
-        return None
-    except OSError as error:
-        raise StorageFailed(path, f"read: {error.strerror}") from error
+    with suppress(JournalCorrupt), disk_errors(path, "read"), closing(files.open(path)) as opened:
+        return read_segment_header(opened.reader(), path, number)[1]
+    return None

@@ -151,14 +151,11 @@ class Store:
         files: Files = DISK,
         place: Place = as_they_are,
     ) -> "Store":
-        """Begin a run: an empty journal, snapshots of version 0, then the record that makes them valid.
-
-        `place` puts buffers where they are kept.
-
-        Raises StorageError: as `Journal.open`; StateMismatch: the directory already holds a run, or lost its journal.
-        """
+        """Begin a run: an empty journal, snapshots of version 0, then the record that makes them valid. `place` puts
+        buffers where they are kept. Raises StorageError: as `Journal.open`; StateMismatch: the directory already holds
+        a run, or lost its journal."""
         journal, found = Journal.look(directory, segment_bytes=segment_bytes, files=files)
-        try:
+        with journal.closed_on_error():
             if found.items():
                 raise StateMismatch(directory, "holds a run already; choose another folder, or resume it")
             refuse_a_lost_journal(directory, files)
@@ -172,9 +169,6 @@ class Store:
             store = cls(directory, journal, Ledger.begin(started), buffers, files, place)
             store.append(started)
             store.sync()
-        except BaseException:
-            journal.close()
-            raise
         return store
 
     @classmethod
@@ -210,7 +204,7 @@ class Store:
         if follower is not None:
             return cls._led(directory, follower, accept, segment_bytes, files, place)
         journal, found = Journal.look(directory, segment_bytes=segment_bytes, files=files)
-        try:
+        with journal.closed_on_error():
             for _ in range(_LOOKS):
                 if not found.hold_anything:
                     refuse_a_lost_journal(directory, files)
@@ -232,9 +226,6 @@ class Store:
             journal.begin(fresh=True)
             store.append(rec.Rewound(epoch=epoch) if rewind else rec.EpochClaimed(epoch=epoch))
             store.sync()
-        except BaseException:
-            journal.close()
-            raise
         return store
 
     @classmethod
@@ -250,16 +241,13 @@ class Store:
         """The state that a standby has followed. No other process had the folder since it was read."""
         accept(follower.recovery.ledger.spec)
         journal = Journal.after(directory, follower.last, follower.number, segment_bytes=segment_bytes, files=files)
-        try:
+        with journal.closed_on_error():
             store = cls._of(directory, journal, follower.recovery, files, place)
             epoch = claim_epoch(directory, seen=store.ledger.epoch, files=files)
             journal.held_by(Claim(directory, epoch, files))
             journal.begin(fresh=True)
             store.append(rec.EpochClaimed(epoch=epoch))
             store.sync()
-        except BaseException:
-            journal.close()
-            raise
         return store
 
     @classmethod

@@ -446,15 +446,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "a rename is not made durable",
         "coordinator/storage/files.py",
-        'raise _failed(path, "rename", error) from error\n            directory.sync()\n',
-        'raise _failed(path, "rename", error) from error\n',
+        "self.rename(temporary, path)\n            directory.sync()\n",
+        "self.rename(temporary, path)\n",
         "unit/coordinator/test_power_loss.py",
     ),
     _of(
         "a file takes another's place before it is durable",
         "coordinator/storage/files.py",
-        "                file.sync()\n            try:\n                self.rename",
-        "                pass\n            try:\n                self.rename",
+        '                file.sync()\n            with disk_errors(path, "rename"):\n',
+        '                pass\n            with disk_errors(path, "rename"):\n',
         "unit/coordinator/test_power_loss.py",
     ),
     _of(
