@@ -117,20 +117,16 @@ def ask(folder: Path, request: Request, timeout_s: float) -> Answer:
     Raises OSError: no coordinator listens; TimeoutError where it takes too long. Raises ValueError: the answer is none,
     or a coordinator holds the folder and does not listen."""
     try:
-        return _ask(folder, request, timeout_s)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door, address_of(folder) as address:
+            door.settimeout(timeout_s)
+            door.connect(address)
+            door.sendall(dumps(request).encode() + b"\n")
+            with door.makefile("rb") as answers:
+                answer = json.loads(answers.readline(MAX_ANSWER_BYTES))
     except (FileNotFoundError, ConnectionRefusedError):
         if is_locked(folder / "lock"):
             raise ValueError("it does not lead: it starts, or stands by for another, which is to be asked") from None
         raise
-
-
-def _ask(folder: Path, request: Request, timeout_s: float) -> Answer:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door, address_of(folder) as address:
-        door.settimeout(timeout_s)
-        door.connect(address)
-        door.sendall(dumps(request).encode() + b"\n")
-        with door.makefile("rb") as answers:
-            answer = json.loads(answers.readline(MAX_ANSWER_BYTES))
     if not isinstance(answer, dict):
         raise ValueError("that is no answer of a coordinator")
     return answer

@@ -172,12 +172,6 @@ class SnapshotService:
         used = sum(len(copy.data) for copy in self._copies.values() if copy.users)
         return not used or used + num_bytes <= self._most_bytes
 
-    def _make_room(self, num_bytes: int) -> None:
-        """Drop unused copies, the oldest first, until one more fits."""
-        for key in [key for key, copy in self._copies.items() if not copy.users]:
-            if self.held_bytes + num_bytes > self._most_bytes:
-                self._dropped(self._copies.pop(key))
-
     def _start_request(
         self, session: int, fragment: int, copy: EncodedSnapshot | None, num_bytes: int
     ) -> SnapshotRequest:
@@ -190,7 +184,9 @@ class SnapshotService:
         if copy is not None:
             copy.users.add(session)
         else:
-            self._make_room(num_bytes)
+            for key in [key for key, kept in self._copies.items() if not kept.users]:  # the oldest first
+                if self.held_bytes + num_bytes > self._most_bytes:
+                    self._dropped(self._copies.pop(key))
         return SnapshotRequest(session=session, fragment=fragment, copy=copy)
 
 

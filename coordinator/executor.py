@@ -175,7 +175,8 @@ class CoordinatorExecutor:
             case wire_ev.MessageReceived(message=message):
                 self._on_message(peer, message)
             case wire_ev.BlobReceived(blob=BlobId(kind=BlobKind.SNAPSHOT) as blob, data=data):
-                self._store_anchor(blob, data)
+                asked = self.sessions.get(blob.node)
+                self._anchors.store(blob, data, partial(self._happened_to, asked), partial(self._fail, asked))
             case wire_ev.BlobCorrupt(blob=blob) | wire_ev.BlobIdle(blob=blob) if blob.kind is BlobKind.SNAPSHOT:
                 if failed := self._anchors.on_failed(blob, spoiled=isinstance(event, wire_ev.BlobCorrupt)):
                     self.happened(failed)
@@ -283,7 +284,10 @@ class CoordinatorExecutor:
                 self._busy = True
             case ev.Accept(session=number, node=node, welcome=welcome):
                 if peer := self._peers.get(number):
-                    self._accept(node, peer, welcome)
+                    if old := self.sessions.get(node):
+                        old.node = None
+                    self.sessions[node], peer.node = peer, node
+                    self._send(peer, dataclasses.replace(welcome, lane_token=peer.token))
             case ev.Refuse(session=number, refused=refused):
                 if peer := self._peers.pop(number, None):
                     self._send(peer, refused)
@@ -296,8 +300,11 @@ class CoordinatorExecutor:
                     self._send(peer, message)
             case ev.Receive(offer=offer):
                 self._receive(offer)
-            case ev.ReceiveAnchor():
-                self._receive_anchor(command)
+            case ev.ReceiveAnchor(offer=offer):
+                if peer := self._open_session_of(offer.blob.node):
+                    with self._router.working_for(peer) as session:
+                        if failed := self._anchors.admit(session, command):
+                            self.happened(failed)
             case ev.Publish(nodes=nodes, committed=committed):
                 self._publish(nodes, committed)
                 self._downloads.committed(committed.fragment, committed.version)
@@ -323,12 +330,6 @@ class CoordinatorExecutor:
     def _exported(self) -> None:
         self.finished = True
         self._release()
-
-    def _accept(self, node: NodeId, peer: Peer, welcome: msg.Welcome) -> None:
-        if (old := self.sessions.get(node)) is not None:
-            old.node = None
-        self.sessions[node], peer.node = peer, node
-        self._send(peer, dataclasses.replace(welcome, lane_token=peer.token))
 
     def _send(self, peer: Peer, message: msg.Message) -> None:
         if peer.session.state in (State.OPENING, State.OPEN):
@@ -480,17 +481,6 @@ class CoordinatorExecutor:
         except Exception as error:  # noqa: BLE001 - the edge of a session
             failed(error)
 
-    def _receive_anchor(self, command: ev.ReceiveAnchor) -> None:
-        if (peer := self._open_session_of(command.offer.blob.node)) is None:
-            return
-        with self._router.working_for(peer) as session:
-            if failed := self._anchors.admit(session, command):
-                self.happened(failed)
-
-    def _store_anchor(self, blob: BlobId, data: bytearray) -> None:
-        peer = self.sessions.get(blob.node)
-        self._anchors.store(blob, data, partial(self._happened_to, peer), partial(self._fail, peer))
-
     def _happened_to(self, peer: Peer | None, event: ev.Event) -> None:
         """Give the machine the result of a job for a session, which may be over."""
         try:
@@ -518,14 +508,14 @@ class CoordinatorExecutor:
         """Reserve room, compute, make durable: three jobs."""
         draft = command.draft
 
+        def has_room(reserved: int) -> None:
+            self._drafts.append((draft, reserved))
+            self._compute_next()
+
         def refused(error: Exception) -> None:
             self.happened(ev.CommitFailed(fragment=draft.fragment, detail=str(error)))
 
-        self.storage.reserve(draft.fragment, command.codec_down, partial(self._compute_commit, draft), refused)
-
-    def _compute_commit(self, draft: rec.WindowCommitted, reserved: int) -> None:
-        self._drafts.append((draft, reserved))
-        self._compute_next()
+        self.storage.reserve(draft.fragment, command.codec_down, has_room, refused)
 
     def _compute_next(self) -> None:
         """Compute the next commits, within a memory limit: at a run's end all fragments commit at once."""

@@ -196,13 +196,11 @@ class ControlStream:
         """Queue an encoded message.
 
         Args:
-            body: the message's bytes.
             newest_of: what only the newest message of is kept, as long as it waits to be transmitted; None: none of it.
             bounded: False for the session's own Credits: the queue has room for as many again, and a newer one has the
                 place of the one before, for it must not wait behind ever more messages.
 
-        Raises:
-            LimitReached: too many messages wait for an acknowledgement.
+        Raises LimitReached: too many messages wait for an acknowledgement.
         """
         share, num_queued = 1 if bounded else 2, len(self._bodies) + len(self._waiting)
         if num_queued >= share * self._limits.max_queued_messages:
@@ -322,10 +320,7 @@ class Session:
     """One end of a link. `now` is monotonic seconds; nothing here blocks or reads a clock.
 
     Args:
-        role: which end this is.
         now: the time of its start; silence is counted from here.
-        limits: bounds on memory and sizes.
-        timing: intervals.
         share: the most bytes that it keeps of blobs that are not expected yet; the whole pool of `limits` if None.
         known: what an earlier session saw of the link.
         uplink: what this end may send, over all of its sessions.
@@ -379,10 +374,7 @@ class Session:
         """Queue a message: Hello first (node), Welcome or Refused first, in answer to Hello (coordinator).
 
         A node must then wait for Welcome. Nothing may follow a Leave or Refused. Offers go through `send_blob`.
-
-        Raises:
-            LimitReached: too many wait already.
-            LocalProtocolError: not in this state, not from this end, or too large.
+        Raises LimitReached: too many wait. Raises LocalProtocolError: not in this state or from this end, or too large.
         """
         if isinstance(message, Offer | Credit | Heartbeat | LaneHello):
             raise LocalProtocolError(f"{type(message).__name__} is sent by the session itself")
@@ -426,10 +418,7 @@ class Session:
 
         Bytes leave at once, within the early window, and go on with the peer's Credit. Any number may be given: what is
         too many at once waits in order. Ends in BlobSent or BlobDeclined.
-
-        Raises:
-            AlreadyUnderWay: being sent already, or waiting.
-            LocalProtocolError: not open.
+        Raises AlreadyUnderWay, LocalProtocolError: as `send_blob`.
         """
         self._handshake.check_open()
         self.transfers.queue(blob, source)
@@ -438,12 +427,9 @@ class Session:
     def expect(self, blob: BlobId, size: int, digest: int, reassembly: Reassembly | None, now: float) -> Reassembly:
         """Allow the peer to send an announced blob. Ends in BlobReceived or BlobCorrupt.
 
-        A `reassembly` of an earlier session is continued if size and digest are equal
-        (protocol, Acknowledgements), else a new one is begun. Keep the one returned to resume after this session.
-
-        Raises:
-            AlreadyUnderWay, LimitReached: expected already; too many blobs at once.
-            LocalProtocolError: not open, or `size` out of bounds.
+        A `reassembly` of an earlier session is continued if size and digest are equal (protocol, Acknowledgements),
+        else a new one is begun. Keep the one returned to resume after this session. Raises as `Transfers.expect`, and
+        LocalProtocolError: not open.
         """
         self._handshake.check_open()
         return self.transfers.expect(blob, size, digest, reassembly, now)
@@ -509,9 +495,15 @@ class Session:
             return
         if lane == 0:
             frame = parse_control(parts, self._limits)
-            self._receive_control(frame, decode(frame.body), self.traffic.wire_bytes(parts), now)
+            return self._receive_control(frame, decode(frame.body), self.traffic.wire_bytes(parts), now)
+        chunk, num_bytes = parse_bulk(parts, self._limits), self.traffic.wire_bytes(parts)
+        if self.state is State.OPENING:
+            self.traffic.stray.add(num_bytes)
         else:
-            self._receive_bulk(parse_bulk(parts, self._limits), self.traffic.wire_bytes(parts), now)
+            self._handshake.check_run(chunk.run, chunk.epoch)
+            self.transfers.admit(chunk)
+            self.heard_at = now
+            self.transfers.accept(chunk, num_bytes, now)
 
     def events(self) -> list[SessionEvent]:
         if not self._events:
@@ -551,11 +543,8 @@ class Session:
         return min(timer for timer in timers if timer is not None)
 
     def handle_timer(self, now: float) -> None:
-        """Do what is due.
-
-        A call much later than `next_timer()` asked for means that this process stood still: the time is not held
-        against the peer (protocol, Monotonic clocks).
-        """
+        """Do what is due. A call much later than `next_timer()` asked for means that this process stood still: the time
+        is not held against the peer (protocol, Monotonic clocks)."""
         due = self.next_timer()
         if due is None or now < due:
             return
@@ -591,15 +580,6 @@ class Session:
                 self._deliver(ready, now)
         if self.state is State.CLOSING and self._control.idle:
             self._close_after_farewell()
-
-    def _receive_bulk(self, frame: BulkFrame, num_bytes: int, now: float) -> None:
-        if self.state is State.OPENING:
-            self.traffic.stray.add(num_bytes)
-            return
-        self._handshake.check_run(frame.run, frame.epoch)
-        self.transfers.admit(frame)
-        self.heard_at = now
-        self.transfers.accept(frame, num_bytes, now)
 
     def _deliver(self, message: Message, now: float) -> None:
         """Act on the peer's next message, and pass it on unless it was meant for the session."""

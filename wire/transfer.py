@@ -117,9 +117,7 @@ class Transfers:
     ) -> None:
         """`idle_s`: how long an expected blob may stand still, for each that shares the session; None: for ever.
         `stall_s`: how long the peer may take nothing of what is sent to it; None: for ever.
-        `share`: the most bytes to keep of blobs that are not expected yet; None: the whole pool.
-        `known`: what an earlier session saw of the link.
-        `uplink`: what this end may send."""
+        `share`, `known`, `uplink`: as for `Session`."""
         self._limits, self._idle_s, self._stall_s = limits, idle_s, stall_s
         self._timing = timing
         self._traffic = traffic

@@ -255,11 +255,18 @@ class Adoption:
             case ev.NodeMessage(node=node, session=session, message=message):
                 self._on_message(node, session, message)
             case ev.NodeDisconnected(node=node, session=session):
-                self._on_disconnect(node, session, now)
+                if (claim := self._claims.get(node)) and claim.session == session:
+                    claim.failed += claim.asked is not None
+                    claim.session, claim.held, claim.asked, claim.heard_at = None, None, None, now
             case ev.AnchorStored(record=record):
-                self._on_stored(record)
-            case ev.AnchorFailed():
-                self._on_failed(event)
+                self._fetched[record.anchor.fragment] = record
+                if (claim := self._claims.get(record.node)) and claim.asked == record.anchor.fragment:
+                    claim.asked = None
+            case ev.AnchorFailed(node=node, anchor=anchor, spoiled=spoiled):
+                if claim := self._claims.get(node):
+                    claim.asked, claim.failed = None, claim.failed + 1
+                    if spoiled:
+                        claim.spoiled.add((anchor.fragment, anchor.version))
             case _:
                 pass  # nothing else is under way
         done = self._advance(now)
@@ -321,8 +328,7 @@ class Adoption:
                 self._left.add(node)
 
     def _believed(self, node: NodeId, held: msg.Held) -> msg.Held:
-        """The credible part of an answer: only its anchors if anything in it is impossible, as their
-        bytes are checked."""
+        """The credible part of an answer: its anchors alone, whose bytes are checked, if something is impossible."""
         count, about = len(self._ledger.versions), f"{ALARM} of {node}"
         refs = tuple(ref for ref in held.anchors if 0 <= ref.fragment < count and 0 <= ref.version < MOST)
         wrong = self._untrue(held, self._ledger)
@@ -331,27 +337,6 @@ class Adoption:
             return replace(held, anchors=refs)
         self._alarms[about] = f"what it reports besides its anchors is rejected: {wrong}"
         return msg.Held(anchors=refs, windows=(), final=(), rounds=(), revisions=())
-
-    def _on_disconnect(self, node: NodeId, session: int, now: float) -> None:
-        claim = self._claims.get(node)
-        if claim is not None and claim.session == session:
-            claim.failed += claim.asked is not None
-            claim.session, claim.held, claim.asked, claim.heard_at = None, None, None, now
-
-    def _on_stored(self, record: rec.AnchorFetched) -> None:
-        """An anchor arrived with the announced digest, and is durable."""
-        self._fetched[record.anchor.fragment] = record
-        if (claim := self._claims.get(record.node)) and claim.asked == record.anchor.fragment:
-            claim.asked = None
-
-    def _on_failed(self, event: ev.AnchorFailed) -> None:
-        """An anchor did not match, or stopped coming."""
-        claim = self._claims.get(event.node)
-        if claim is not None:
-            claim.asked = None
-            claim.failed += 1
-            if event.spoiled:
-                claim.spoiled.add((event.anchor.fragment, event.anchor.version))
 
     # --- what follows
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from farloop.algo import schedule
 from farloop.algo.methods import method_named
-from farloop.algo.spec import Fragment, NodeId, RoundPlan
+from farloop.algo.spec import Fragment, NodeId
 from farloop.algo.stages import Part, is_in
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
@@ -271,17 +271,15 @@ class Closing:
     def fix_rounds(self) -> None:
         """Fix the round after the newest open window's round. A window of round r may close before any of round r − 1,
         and a restart may find a commit whose round is not in the journal."""
+        layout = self._ledger.spec.identity.layout
         while plan := self._ledger.next_round_to_fix():
-            self._decisions.record(rec.RoundFixed(round=self._dealt(plan)))
-
-    def _dealt(self, plan: RoundPlan) -> RoundPlan:
-        """The round with each node's steps: by its share, and, if the method lets slow nodes do fewer, by its speed.
-        Stages of a pipelined model all do the same number."""
-        layout, terms = self._ledger.spec.identity.layout, self._ledger.terms_in(plan.index)
-        by_speed = method_named(terms.method).per_node_h and layout.num_stages == 1
-        members = self._run.members.values() if by_speed else ()
-        rates = {member.name: member.steps_per_s for member in members if member.counts}
-        return schedule.dealt(plan, layout.slots, rates=rates, shares=terms.schedule.h_share_of)
+            terms = self._ledger.terms_in(plan.index)
+            # Stages of a pipelined model all do the same number of steps.
+            by_speed = method_named(terms.method).per_node_h and layout.num_stages == 1
+            members = self._run.members.values() if by_speed else ()
+            rates = {member.name: member.steps_per_s for member in members if member.counts}
+            dealt = schedule.dealt(plan, layout.slots, rates=rates, shares=terms.schedule.h_share_of)
+            self._decisions.record(rec.RoundFixed(round=dealt))
 
     def _held(self, window: Window) -> bool:
         fragment = self._ledger.fragment(window.terms.fragment)

@@ -90,7 +90,12 @@ class Deadlines:
         pace = self._paces.setdefault(node, _Pace())
         since = self._opened_at.get((offer.blob.fragment, offer.window))
         if since is not None and any(contribution.steps for contribution in offer.contributors):
-            self._learn(pace, now - since, self._steps(self._ledger.round_of(offer.blob.fragment, offer.window), node))
+            steps = self._steps(self._ledger.round_of(offer.blob.fragment, offer.window), node)
+            pace.took.append((now - since, steps))
+            if len(pace.took) >= LEAST:
+                pace.steps = steps
+                pace.usual_s = median(took * _longer(steps, then) for took, then in pace.took)
+                self._middle = None
         pace.misses = max(0.0, pace.misses - _PARDON)
         pace.rests_until = 0.0
         if not pace.misses:
@@ -189,10 +194,10 @@ class Deadlines:
             if window.state == "open" and not window.waits
             for node in sorted(set(window.removed) - window.contributors)
         ]
-        quiet_s = now - self._moved_at
-        if not late and not (stands and quiet_s >= ALARM_SHARE * self._run_s):
+        quiet_s, usual = now - self._moved_at, self._usual_window_s
+        run_s = FIRST_S if usual is None else max(FLOOR_S, MULTIPLE * usual)
+        if not late and not (stands and quiet_s >= ALARM_SHARE * run_s):
             return None
-        usual = self._usual_window_s
         than = f"; a window usually takes {duration_text(usual)}" if usual is not None else ""
         owed: dict[NodeId, list[Window]] = {}
         for window, node in late or stands:
@@ -254,13 +259,6 @@ class Deadlines:
         plan = self._ledger.rounds.get(round_index)
         return 0 if plan is None else plan.length if node is None else plan.steps_of(node)
 
-    def _learn(self, pace: _Pace, seconds: float, steps: int) -> None:
-        pace.took.append((seconds, steps))
-        if len(pace.took) >= LEAST:
-            pace.steps = steps
-            pace.usual_s = median(took * _longer(steps, then) for took, then in pace.took)
-            self._middle = None
-
     @property
     def _middle_s(self) -> float:
         """The usual time of the quicker half of the nodes."""
@@ -274,11 +272,6 @@ class Deadlines:
         if len(self._windows_took) < LEAST:
             return None
         return median(seconds * _longer(steps, then) for seconds, then in self._windows_took)
-
-    @property
-    def _run_s(self) -> float:
-        usual = self._usual_window_s
-        return FIRST_S if usual is None else max(FLOOR_S, MULTIPLE * usual)
 
     def _first_s(self, window: Window, steps: int) -> float:
         """Deadline of a node without measurements: by other nodes' windows, all steps, and a thin link."""

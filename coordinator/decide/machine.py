@@ -238,7 +238,12 @@ class CoordinatorMachine:
                 pass  # of a session that ended as the run went on
             case _:
                 assert_never(event)
-        self._update_hold(held)
+        if held is None and self.holding is not None:
+            self._membership.send_away(self.holding)
+        elif held is not None and self.holding is None:  # the hold's time does not count toward deadlines
+            self._membership.clock_jumped(self._rollback.held_s)
+            self._closing.clock_jumped(self._rollback.held_s)
+            self._closing.try_all()
         self._forget_the_gone()
         self._closing.poll()
         self._update_stage_alarms()
@@ -309,19 +314,9 @@ class CoordinatorMachine:
             case _:
                 pass  # the session's own business
 
-    def _update_hold(self, before: str | None) -> None:
-        """Begin or end a hold; its time does not count toward deadlines."""
-        if before is None and self.holding is not None:
-            self._membership.send_away(self.holding)
-        elif before is not None and self.holding is None:
-            self._membership.clock_jumped(self._rollback.held_s)
-            self._closing.clock_jumped(self._rollback.held_s)
-            self._closing.try_all()
-
     def _on_progress(self, member: Member, progress: msg.Progress, now: float) -> None:
         """Ignore a report that cannot be true: it is no sign of progress."""
-        untrue = progress_untrue(progress, self.ledger, member.holds)
-        if untrue is not None:
+        if untrue := progress_untrue(progress, self.ledger, member.holds):
             self.alarms[f"{REPORT}{member.name}"] = untrue
             return
         self.alarms.pop(f"{REPORT}{member.name}", None)
@@ -391,22 +386,20 @@ class CoordinatorMachine:
 
     def _on_offer(self, member: Member, offer: msg.Offer) -> None:
         blob = offer.blob
-        window = self.windows.get(blob.fragment)
         if blob in self.ledger.inputs:
             return self._decisions.send(member.name, msg.Stored(blob=blob))
         self._closing.node_deadlines.on_offer(offer)
         if blob.fragment in (ailing := self._damaged.get(member.name, set())):
             self._note_damage(member.name, ailing - {blob.fragment})  # a node sends nothing from an anchor that is lost
-        if refused := delta_refusal(offer, member, self.ledger, window):
-            return self._refuse(member, offer, *refused)
-        self._decisions.do(ev.Receive(offer=offer))
-
-    def _refuse(self, member: Member, offer: msg.Offer, reason: Reason, detail: str) -> None:
-        """Refuse an offer at once. No window waits for another delta of a node whose claim cannot be true, or that came
-        too late for it: a window that is closing may have to open again."""
+        refused = delta_refusal(offer, member, self.ledger, self.windows.get(blob.fragment))
+        if refused is None:
+            return self._decisions.do(ev.Receive(offer=offer))
+        reason, detail = refused
         self._send_outcome(member.name, offer, reason, detail)
+        # No window waits for another delta of a node whose claim cannot be true, or that came too late for it: a window
+        # that is closing may have to open again.
         no_other = (Reason.CORRUPT, Reason.IMPLAUSIBLE, Reason.STALE_BASE, Reason.LATE)
-        if reason in no_other and offer.blob.node == member.name:
+        if reason in no_other and blob.node == member.name:
             self._give_up(offer, reason)
 
     def _send_outcome(self, node: NodeId, offer: msg.Offer, reason: Reason, detail: str) -> None:
@@ -474,8 +467,7 @@ class CoordinatorMachine:
         self._finish_if_done(record.fragment)
 
     def _finish_if_done(self, fragment: int | None = None) -> None:
-        """End the run when every fragment is final, also after a restart; tell nodes whose own
-        fragments are all final."""
+        """End the run when every fragment is final, also after a restart; tell nodes whose fragments are all final."""
         if not self.ledger.windows and not self.ledger.finished:
             self._decisions.record(rec.RunFinished())
         for member in self._membership.connected:

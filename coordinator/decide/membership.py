@@ -144,7 +144,9 @@ class Membership:
             self._leave(member, Reason.NOT_A_PARTICIPANT)  # it never heard of its start: it will get another
         member.connect(event.session, hello, now)
         if member.stage == "training":
-            self._welcome_back(member, now)
+            if name not in self._ledger.started:
+                self._record_start(member)
+            self._expect_again(member, now)
         restores = self._restorable(hello)
         welcome = dataclasses.replace(self._welcome(member), restores=tuple(restores))
         self._decisions.do(ev.Accept(session=event.session, node=name, welcome=welcome))
@@ -154,7 +156,13 @@ class Membership:
             self._grant_again(member)
         for fragment in fragments_of(member.holds, self._ledger.spec.identity.layout):
             held = next((ref for ref in hello.anchors if ref.fragment == fragment.index), restores.get(fragment.index))
-            self._catch_up(member, hello, fragment.index, held)
+            if held is None and self._ledger.versions[fragment.index] == 0:
+                continue  # it may have the same weights already, and asks if not
+            updates = self._ledger.updates_after(fragment.index, held)
+            if updates is None:
+                self._decisions.do(ev.SendSnapshot(node=name, fragment=fragment.index))
+            for committed in updates or ():
+                self._decisions.do(ev.Publish(nodes=(name,), committed=committed))
         if not self._run.begun:
             self.start_ready(now, "none")
 
@@ -204,26 +212,11 @@ class Membership:
         for member in self.connected:
             self._decisions.send(member.name, msg.Revised(revision=revision))
 
-    def _welcome_back(self, member: Member, now: float) -> None:
-        assert member.start_round is not None
-        if member.name not in self._ledger.started:
-            self._record_start(member)
-        self._expect_again(member, now)
-
     def _expect_again(self, member: Member, now: float) -> None:
         for window in self._windows.values():
             if window.removed.get(member.name) in (Reason.CLOSED, Reason.SILENT, Reason.STALLED):
                 del window.removed[member.name]
                 member.awaited_since = now
-
-    def _catch_up(self, member: Member, hello: msg.Hello, fragment: int, held: msg.AnchorRef | None) -> None:
-        updates = self._ledger.updates_after(fragment, held)
-        if held is None and self._ledger.versions[fragment] == 0:
-            return  # it may have the same weights already, and asks if not
-        if updates is None:
-            self._decisions.do(ev.SendSnapshot(node=member.name, fragment=fragment))
-        for committed in updates or ():
-            self._decisions.do(ev.Publish(nodes=(member.name,), committed=committed))
 
     # --- starting
 

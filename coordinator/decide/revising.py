@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 from farloop.algo import schedule
-from farloop.algo.revisions import Change, changes, revised
+from farloop.algo.revisions import changes, revised
 from farloop.algo.spec import NodeId, Revision, RoundPlan
 from farloop.algo.terms import Terms
 from farloop.algo.validation import OF_NODES
@@ -36,7 +36,10 @@ def revision_of(
         raise NotNow("the run is over: nothing of it can change any more")
     after = revised(before, layout, given)
     differ = changes(before, after)
-    _check_names(differ, names)
+    for change in differ:
+        term, _, name = change.key.partition(".")
+        if term in OF_NODES and change.after is not None and name not in names:
+            raise ValueError(f"{change.key}: there is no node {name} in this run; {nearest(name, sorted(names))}")
     newest = ledger.revisions.newest
     # A closing window may be followed by one in the round after the newest: rounds change where all windows have.
     first_round = max(newest.round, max(ledger.rounds) + (2 if closing else 1))
@@ -82,15 +85,6 @@ def last_change(ledger: Ledger) -> list[str]:
     before, newest = ledger.revisions.kept[-2:]
     told = described(before.terms, newest)
     return [f"{c['key']} {_shown(c['before'])} → {_shown(c['after'])} from {c['from']} on" for c in told]
-
-
-def _check_names(differ: list[Change], names: Collection[NodeId]) -> None:
-    """Raise ValueError unless the nodes that are given something of their own exist."""
-    for change in differ:
-        term, _, name = change.key.partition(".")
-        if term not in OF_NODES or change.after is None or name in names:
-            continue
-        raise ValueError(f"{change.key}: there is no node {name} in this run; {nearest(name, sorted(names))}")
 
 
 def _shown(value: object) -> object:

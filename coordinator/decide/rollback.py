@@ -153,7 +153,10 @@ class RollbackGuard:
         standing = standing_of(hello, self._ledger)
         self._weigh(node, hello, standing, now)
         if standing.is_in_doubt:
-            self._remember(epoch_met(hello))
+            epoch = epoch_met(hello)
+            if epoch > max(self._ledger.epoch, self._ledger.epoch_seen):
+                # A start that rewinds the run must claim a higher one before it meets any node.
+                self._decisions.record(rec.EpochSeen(epoch=epoch))
             trusted = self._run.held is None and self._trusted_at is not None and now >= self._trusted_at
             if trusted or node in self._disbelieved:
                 self._exclude(node, standing.detail, "another history of this run goes on", now)
@@ -243,11 +246,6 @@ class RollbackGuard:
         self._kept_out_at = {node: at + seconds for node, at in self._kept_out_at.items()}
         if self._trusted_at is not None:
             self._trusted_at += seconds
-
-    def _remember(self, epoch: int) -> None:
-        """Store the epoch: a start that rewinds the run must claim a higher one before it meets any node."""
-        if epoch > max(self._ledger.epoch, self._ledger.epoch_seen):
-            self._decisions.record(rec.EpochSeen(epoch=epoch))
 
 
 def _names(nodes: set[NodeId], most: int = 4) -> str:

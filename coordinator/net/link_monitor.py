@@ -181,18 +181,14 @@ class LinkMonitor:
                     if echoes and session.state is State.OPEN:
                         look.echoed_at = now
                         session.echo(now)
-        self._count(here)
-        self._probe(now)
-        self._begin(here, now)
-
-    def _count(self, here: Mapping[NodeId, Peer]) -> None:
-        """Count what crossed each link since the last look: probes may take a share of it."""
-        for node, peer in here.items():
+        for node, peer in here.items():  # what crossed each link since the last look: probes may take a share of it
             traffic, look = peer.session.traffic, self._looks[peer.number]
             probes = traffic.sent_blobs[BlobKind.PROBE].bytes + traffic.received_blobs[BlobKind.PROBE].bytes
             run = traffic.sent.total + traffic.received.total - probes
             self._prober.has_moved(node, max(0, run - look.run_bytes), probes - look.probe_bytes)
             look.run_bytes, look.probe_bytes = run, probes
+        self._probe(now)
+        self._begin(here, now)
 
     def _see(self, node: NodeId, peer: Peer, now: float) -> None:
         session, running = peer.session, self._prober.running

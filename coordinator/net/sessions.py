@@ -269,7 +269,11 @@ class Peers:
                 peer = self._tokens.get(token)
                 if peer is not None and peer.owner == owner and self._may_join(peer, number, address):
                     if self.rates.opens_lane(peer.number, now):
-                        return self._join(route, peer, number)
+                        if number in peer.lanes:
+                            self.lane_lost(peer, number)
+                        lane = self._add_lane(peer, number, route)
+                        peer.session.lane_opened(number)
+                        return lane
                     self._turned_away(Reason.TOO_OFTEN, owner or address)
                 elif not self._is_late(token):
                     self._turned_away(Reason.MALFORMED, owner or address)
@@ -339,13 +343,6 @@ class Peers:
     def _may_join(self, peer: Peer, number: int, address: str) -> bool:
         """Without keys, bulk lanes come from the address where the session began."""
         return 1 <= number <= peer.max_lanes and (peer.owner is not None or address == peer.address)
-
-    def _join(self, route: Route, peer: Peer, number: int) -> Lane:
-        if number in peer.lanes:
-            self.lane_lost(peer, number)
-        lane = self._add_lane(peer, number, route)
-        peer.session.lane_opened(number)
-        return lane
 
     def _begin(self, route: Route, owner: NodeId | None, who: str, address: str | None, now: float) -> Lane:
         max_lanes = min(self._limits.max_lanes, 1 + (self.rates.limits.lanes - self._further_lanes) // _SHARES)

@@ -125,7 +125,10 @@ class Observer:
                     self._progress(node, progress)
             case ev.NodeMessage(node=node, message=msg.Evaluation() as evaluation):
                 if machine.believes(node, evaluation):
-                    self._evaluation(node, evaluation)
+                    loss, position = evaluation.loss, evaluation.position
+                    self._timeline.write({"event": "evaluation", "t": self.t, "loss": loss, "position": position})
+                    self._metrics.scored(loss)
+                    _log.info("evaluation node=%s loss=%.4f position=%g", named(node), loss, position)
             case ev.InputStored(offer=offer):
                 codec = machine.ledger.codec_of_deltas(offer.blob.fragment, offer.window, offer.blob.node)
                 self._metrics.payload_bytes.labels("delta", codec).inc(offer.size)
@@ -392,12 +395,6 @@ class Observer:
             for fragment, version in enumerate(machine.ledger.versions)
             for window in [machine.windows.get(fragment)]
         ]
-
-    def _evaluation(self, node: str, evaluation: msg.Evaluation) -> None:
-        loss, position = evaluation.loss, evaluation.position
-        self._timeline.write({"event": "evaluation", "t": self.t, "loss": loss, "position": position})
-        self._metrics.scored(loss)
-        _log.info("evaluation node=%s loss=%.4f position=%g", named(node), loss, position)
 
     def _progress(self, node: str, progress: msg.Progress) -> None:
         sent, received = progress.sent, progress.received

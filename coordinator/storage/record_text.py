@@ -105,7 +105,10 @@ def words(at: Entry) -> str:
         case rec.InputDropped(blob=blob, reason=reason, detail=detail):
             return f"{_delta(blob, None)} dropped: {reason.code}: {detail}"
         case rec.WindowCommitted() as commit:
-            return f"{_commit(commit)}, {size}"
+            shares = ", ".join(f"{share.node} {share.weight:.3g}" for share in commit.merged)
+            lost = f"; without {without(commit.drops)}" if commit.drops else ""
+            what = f"f{commit.fragment}:{commit.version}{', final' if commit.flush else ''}, round {commit.round}"
+            return f"{what}: {shares}{lost}; {commit.why}, {size}"
         case rec.SnapshotTaken(fragment=fragment, version=version):
             return f"f{fragment} at version {version}"
         case rec.EvaluationTaken(loss=loss, versions=versions, position=position):
@@ -145,13 +148,6 @@ def without(drops: tuple[Drop, ...]) -> str:
 def _delta(blob: BlobId, window: int | None) -> str:
     name = f"f{blob.fragment}" + ("" if window is None else f":{window}")
     return f"{blob.node}'s delta for {name}, base {blob.version}"
-
-
-def _commit(commit: rec.WindowCommitted) -> str:
-    shares = ", ".join(f"{share.node} {share.weight:.3g}" for share in commit.merged)
-    lost = f"; without {without(commit.drops)}" if commit.drops else ""
-    final = ", final" if commit.flush else ""
-    return f"f{commit.fragment}:{commit.version}{final}, round {commit.round}: {shares}{lost}; {commit.why}"
 
 
 def _adopted(adopted: rec.Adopted) -> str:

@@ -206,8 +206,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "an update is encoded the wrong way round",
         "coordinator/aggregator.py",
-        "difference = stepped.target - stepped.anchor",
-        "difference = stepped.anchor - stepped.target",
+        "(stepped.target - stepped.anchor, as_tensor",
+        "(stepped.anchor - stepped.target, as_tensor",
         "unit/coordinator/test_aggregator.py",
     ),
     _of(
