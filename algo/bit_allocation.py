@@ -43,13 +43,11 @@ def budget(tables: Sequence[Table], alpha: float = 1.0) -> float:
 def by_multiplier(tables: Sequence[Table], max_error: float) -> Choice:
     """The Lagrangian solver: one price λ for all layers. O(n log n) in the number of candidates.
 
-    From its least error on, every layer follows the lower convex hull of its (error, size) curve towards smaller
-    sizes; the steps of all layers are taken in the order of λ = error added per bit saved, cheapest first. Where the
-    steps up to some λ use up the budget the result is optimal; otherwise it exceeds the optimum by less than the bits
-    of the first step that did not fit. Dearer steps that still fit are taken as well, and what is left is used up.
-
-    Raises:
-        ValueError: no choice is within `max_error`, or a table is empty or holds impossible numbers.
+    From its least error on, every layer follows the lower convex hull of its (error, size) curve towards smaller sizes;
+    the steps of all layers are taken in the order of λ = error added per bit saved, cheapest first. Where the steps up
+    to some λ use up the budget the result is optimal; otherwise it exceeds the optimum by less than the bits of the
+    first step that did not fit. Dearer steps that still fit are taken as well, and what is left is used up.
+    Raises ValueError: no choice is within `max_error`, or a table is empty or holds impossible numbers.
     """
     fronts, slack, unit = _fronts(tables, max_error)
     places = [0] * len(fronts)

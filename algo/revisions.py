@@ -186,12 +186,10 @@ class Change:
 
 def revised(terms: Terms, layout: Layout, given: Mapping[str, str]) -> Terms:
     """The terms with these values, each given as text under its key (`outer_lr`, `lr.peak`, or as in a RUN.toml). What
-    a node has of its own is given under `codec_up_of.rome`, and that of all nodes at once as in a RUN.toml. A
-    `tau` that is given holds for all nodes that have none of their own, unless `own_tau` is given too.
-
-    Raises:
-        ValueError: one of them cannot change, is no such value, or the run cannot have them together; one sentence.
-    """
+    a node has of its own is given under `codec_up_of.rome`, and that of all nodes at once as in a RUN.toml. A `tau`
+    that is given holds for all nodes that have none of their own, unless `own_tau` is given too.
+    Raises ValueError: one of them cannot change, is no such value, or the run cannot have them together; one
+    sentence."""
     changed: dict[str, Any] = {}
     check_keys(given)
     for key, text in given.items():

@@ -105,13 +105,8 @@ def quotas(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def part_of(position: int, counts: Sequence[int], seed: int) -> tuple[int, int]:
-    """Number of the part that the sample at a position comes from, and which in the stream of that part it is.
-
-    Args:
-        position: in the endless stream of samples of the mixture.
-        counts: as of `quotas`; of one part alone, its stream is that of the mixture.
-        seed: the run's.
-    """
+    """Number of the part that the sample at a position of the mixture's endless stream comes from, and which in the
+    stream of that part it is. `counts`: as of `quotas`; of one part alone, its stream is that of the mixture."""
     if len(counts) == 1:
         return 0, position
     block, place = divmod(position, BLOCK)
@@ -140,15 +135,11 @@ def arrivals(lr: LearningRate) -> tuple[Rewarm, ...]:
 
 
 def source_of(sample: int, at: float, brought: Sequence[Rewarm], seed: int) -> int:
-    """Number of the corpus that a sample comes from: 0 for the first, k for the one that `brought[k − 1]` brings.
+    """Number of the corpus that a sample comes from: 0 for the first, k for the one that `brought[k − 1]` brings. Once
+    a phase has begun, its corpus with probability 1 − replay, else the mixture of the phases before.
 
-    Once a phase has begun, its corpus with probability 1 − replay, else the mixture of the phases before.
-
-    Args:
-        sample: position in the endless stream of samples.
-        at: schedule position of the inner step that takes it.
-        brought: as of `arrivals`.
-        seed: the run's.
+    `sample`: position in the endless stream. `at`: schedule position of the inner step that takes it. `brought`: as of
+    `arrivals`. `seed`: the run's.
     """
     number = sum(rewarm.start <= at for rewarm in brought)
     while number and _draw(sample, number, seed) < (brought[number - 1].replay or 0.0):

@@ -275,11 +275,9 @@ def live_inventory(
 ) -> plain.Inventory:
     """Nodes and links as a coordinator sees them; the model and the plan's wishes from a file where there is one.
 
-    `status["inventory"]` has `nodes` (name, connected, site, nics, seconds_per_step, …) and `links` (from,
-    to, rtt_s, bytes_per_s, suspect), an end being a node or `coordinator`.
-
-    Raises:
-        CommandError: the coordinator does not say, or says nothing that can be planned with.
+    `status["inventory"]` has `nodes` (name, connected, site, nics, seconds_per_step, …) and `links` (from, to, rtt_s,
+    bytes_per_s, suspect), an end being a node or `coordinator`.
+    Raises CommandError: the coordinator does not say, or says nothing that can be planned with.
     """
     seen = status.get("inventory")
     if not isinstance(seen, dict):

@@ -77,13 +77,10 @@ class Memory:
 
 
 def memory_of(spec: RunSpec, *, ranks: int = 1, shard: bool = False) -> Memory:
-    """What a run takes at its peak. Activations are not in it: they depend on the model's code.
+    """What a run takes at its peak. Activations are not in it: they depend on the model's code. Parameters, gradients
+    and moments are fp32, as those of `farloop node`; a loop of one's own may hold others.
 
-    Parameters, gradients and moments are fp32, as those of `farloop node`; a loop of one's own may hold others.
-
-    Args:
-        ranks: processes of a node, a device each.
-        shard: what the node keeps is divided over them.
+    `ranks`: processes of a node, a device each. `shard`: what the node keeps is divided over them.
     """
     layout, terms = spec.identity.layout, spec.terms
     parameters = sum(fragment.numel for fragment in layout.fragments)

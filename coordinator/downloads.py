@@ -110,11 +110,7 @@ class SnapshotService:
 
     def next(self, versions: Sequence[int], num_bytes: Callable[[int], int]) -> SnapshotRequest | None:
         """Whose turn it is; None while no node asks, all that do are being served, or there is no room for a copy.
-
-        Args:
-            versions: the current one of every fragment.
-            num_bytes: of an encoded copy of a fragment.
-        """
+        `versions`: the current one of every fragment. `num_bytes`: of an encoded copy of a fragment."""
         for session, wanted in self._asked.items():
             if session in self._under_way:
                 continue

@@ -59,14 +59,8 @@ class Address:
 
 
 def parse_tcp(text: str, *, listens: bool = False) -> Address:
-    """The address in `tcp://host:port`.
-
-    Args:
-        listens: it will be bound, so port 0 (any free one) and host * (all interfaces) are valid.
-
-    Raises:
-        ValueError: one sentence.
-    """
+    """The address in `tcp://host:port`. `listens`: it will be bound, so port 0 (any free one) and host * (all
+    interfaces) are valid. Raises ValueError: one sentence."""
     if not text.startswith("tcp://"):
         scheme, separator, _ = text.partition("://")
         near = f"; did you mean tcp://{text}?" if not separator and ":" in text else ""

@@ -53,9 +53,7 @@ class _Job:
 
 
 def simulate(routes: Sequence[Route], work: Work, message_s: Numbers, *, keep: bool = False) -> Outcome:
-    """One step: every source sends `work.microbatches` along its routes in turn.
-    With `keep` every piece of work is told.
-    """
+    """One step: every source sends `work.microbatches` along its routes in turn. With `keep` every piece is told."""
     return _Play(routes, work, message_s, keep).run()
 
 

@@ -127,12 +127,8 @@ def lighter(
 ) -> Advice | None:
     """What `rates.choose` gives this node while the others stay as they are; None where rounds gain too little by it.
 
-    Args:
-        h: inner steps of a round.
-        parameters: that each sends in a round.
-        bits: of a parameter, as it is sent now.
-        least_h: steps that a node does at least.
-        overlap: a transfer goes on while a node trains.
+    `h`: inner steps of a round. `parameters`: that each sends in a round. `bits`: of a parameter, as it is sent now.
+    `least_h`: steps that a node does at least. `overlap`: a transfer goes on while a node trains.
     """
     if node not in paces or len(paces) < 2:
         return None
@@ -175,16 +171,9 @@ class NotInPlace(Exception):
 
 
 def settings(run: Mapping[str, Any], rates: Mapping[str, Rate], h: int) -> dict[str, str]:
-    """Keys and values for `farloop run set`, in the order of a line; empty where the run has these rates.
-
-    Args:
-        run: of a coordinator's status.
-        rates: by node.
-        h: inner steps between two syncs that they were chosen for.
-
-    Raises:
-        NotInPlace: the run has no such codecs, or cannot have rounds of unequal nodes.
-    """
+    """Keys and values for `farloop run set`, in the order of a line; empty where the run has these rates. `run`: of a
+    coordinator's status. `rates`: by node. `h`: inner steps between two syncs that they were chosen for.
+    Raises NotInPlace: the run has no such codecs, or cannot have rounds of unequal nodes."""
     if not rates:
         return {}
     if run["method"] == "data-parallel":

@@ -51,9 +51,8 @@ class _UnsyncedFiles(OsFiles):
 
 
 class SimulatedCoordinator:
-    """One start of the coordinator.
-
-    `on_event` is called with every event that the machine takes, before its commands are executed.
+    """One start of the coordinator. `on_event` is called with every event that the machine takes, before its commands
+    are executed.
 
     The executor, the session router, the storage queue and the store are the daemon's own. Here they are given a
     virtual clock, virtual workers, files that are not synced and the simulated network.

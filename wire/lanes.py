@@ -26,14 +26,12 @@ _SEGMENT: Final = 1448  # bytes, of an Ethernet's packet
 
 
 def lanes_needed(bytes_per_s: float, round_trip_s: float, kernel: Connection | None) -> int:
-    """How many bulk lanes fill a link that has carried `bytes_per_s`, with as many lanes as there were.
+    """How many bulk lanes fill a link that has carried `bytes_per_s`, with as many lanes as there were. `kernel`: what
+    is known of a lane's connection; BBR's does not mind loss.
 
     Loss bounds the mean window of a CUBIC connection to 1.054 (RTT ÷ p)^¾ segments (RFC 8312, section 5.1). Where lanes
     are bounded so, the rate grows with their number: twice as many are asked for as would carry what there was. Loss
     behind a queue (the round trip has grown by half) is the link's own limit, and more lanes would only make it longer.
-
-    Args:
-        kernel: what is known of a lane's connection; BBR's does not mind loss.
     """
     if kernel is not None and kernel.retransmits >= LEAST_RETRANSMITS and not kernel.congestion.startswith("bbr"):
         rtt_s, loss = kernel.least_rtt_s, kernel.retransmits / max(kernel.segments, kernel.retransmits)

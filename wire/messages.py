@@ -59,13 +59,8 @@ _CLASSES: Final[dict[int, type[Message]]] = {}
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def message(number: int, *senders: Role, optional: bool = False) -> Callable[[type[_M]], type[_M]]:
-    """Declare a message class, and make it a frozen dataclass.
-
-    Args:
-        number: its number on the wire.
-        senders: who may send it on the control lane.
-        optional: whether a peer that does not know it may ignore it.
-    """
+    """Declare a message class, and make it a frozen dataclass. `number`: on the wire. `senders`: who may send it on the
+    control lane. `optional`: whether a peer that does not know it may ignore it."""
 
     def declare(cls: type[_M]) -> type[_M]:
         assert number not in _CLASSES, f"{cls.__name__} has the number of {_CLASSES[number].__name__}"

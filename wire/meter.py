@@ -64,11 +64,8 @@ class Insufficient:
 
 
 def judge(burst: Burst, rtt_s: float) -> Measured | Insufficient:
-    """The link's rate in bytes a second, if the burst shows it.
-
-    Args:
-        rtt_s: the link's round trip; the shortest that was seen, for a long one is a queue.
-    """
+    """The link's rate in bytes a second, if the burst shows it. `rtt_s`: the link's round trip; the shortest that was
+    seen, for a long one is a queue."""
     if burst.half_chunks < HALF_LEAST_CHUNKS or not 0.0 < burst.half_s < math.inf:
         return Insufficient(why=f"{burst.num_bytes} bytes came in too few pieces")
     rate = burst.half_bytes / burst.half_s

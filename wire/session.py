@@ -398,14 +398,11 @@ class Session:
     def send_blob(self, offer: Offer, source: BlobSource, *, background: bool = False) -> None:
         """Send the Offer, and the bytes as the session's windows and the peer's Credit allow: those of a `background`
         blob when no other has any, and `outgoing` is asked for them. Any number may be given: what is too many at once
-        waits in order.
+        waits in order. Ends in BlobSent, in BlobDeclined, or with the peer's Stored or Outcome, which are delivered as
+        messages.
 
-        Ends in BlobSent, in BlobDeclined, or with the peer's Stored or Outcome, which are delivered as messages.
-
-        Raises:
-            AlreadyUnderWay: being sent already, or waiting.
-            LimitReached: the peer leaves too many messages unacknowledged.
-            LocalProtocolError: not open, or `source` has another size than offered.
+        Raises AlreadyUnderWay: being sent already, or waiting. Raises LimitReached: the peer leaves too many messages
+        unacknowledged. Raises LocalProtocolError: not open, or `source` has another size than offered.
         """
         if source.size != offer.size:
             raise LocalProtocolError(f"{offer.size} bytes offered, {source.size} at hand")

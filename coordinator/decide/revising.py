@@ -22,15 +22,9 @@ MOST: Final = 64  # revisions that are kept at a time: all of them are in every 
 def revision_of(
     ledger: Ledger, closing: Collection[int], names: Collection[NodeId], given: Mapping[str, str]
 ) -> Revision:
-    """The revision that sets these values now.
-
-    Raises ValueError: a value is invalid; NotNow: the run cannot change now; one sentence each.
-
-    Args:
-        closing: fragments whose open window is being committed.
-        names: nodes that take part or may return.
-        given: text by key, as `revised` takes it.
-    """
+    """The revision that sets these values now. `closing`: fragments whose open window is being committed. `names`:
+    nodes that take part or may return. `given`: text by key, as `revised` takes it.
+    Raises ValueError: a value is invalid; NotNow: the run cannot change now; one sentence each."""
     before, layout = ledger.spec.terms, ledger.spec.identity.layout
     if not ledger.windows:
         raise NotNow("the run is over: nothing of it can change any more")

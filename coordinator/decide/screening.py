@@ -141,14 +141,9 @@ class Screening:
     def _known_numbers(
         self, offer: Offer, merged: Collection[tuple[NodeId, int]], senders: Mapping[int, Sequence[NodeId]]
     ) -> rec.Refusal | None:
-        """Refuse numbers that were sent before: a replay or a copy.
-
-        Nodes that bring their own samples may rightly send the same delta.
-
-        Args:
-            merged: node and payload of the deltas of windows before.
-            senders: by payload, their nodes and those whose deltas of this window came before.
-        """
+        """Refuse numbers that were sent before: a replay or a copy. Nodes that bring their own samples may rightly send
+        the same delta. `merged`: node and payload of the deltas of windows before. `senders`: by payload, their nodes
+        and those whose deltas of this window came before."""
         payload, node = self.payloads.get(offer.blob, 0), offer.blob.node
         tensors = self.spec.identity.layout.fragments[offer.blob.fragment].tensors
         if (
@@ -314,14 +309,12 @@ def measured(offer: Offer, norm_sq: float | None) -> Offer:
 def _too_long(
     offer: Offer, work: _Length, own: Sequence[float], usual: Sequence[float], peers: Sequence[float], band: float
 ) -> rec.Refusal | None:
-    """Refuse a norm above both bands: around the usual norm, and around the other deltas of the window.
+    """Refuse a norm above both bands: around the usual norm, and around the other deltas of the window. So a change
+    that affects all nodes, such as a re-warm or longer rounds, refuses none. With too few deltas to tell which is
+    wrong, the longest is left out without a strike.
 
-    So a change that affects all nodes, such as a re-warm or longer rounds, refuses none. With too few deltas to tell
-    which is wrong, the longest is left out without a strike.
-
-    Args:
-        usual, peers: the usual norms, and those of the window's deltas, for this work, in ascending order.
-        own: the norms among these of the offer's own node.
+    `usual`, `peers`: the usual norms, and those of the window's deltas, for this work, in ascending order. `own`: the
+    norms among these of the offer's own node.
     """
     known = len(usual) >= ENOUGH
     if known and work.norm <= band * _middle(usual):

@@ -59,13 +59,9 @@ class LinkMonitor:
         quiet_s: float,
         share: float = PROBE_SHARE,
     ) -> None:
-        """
-        Args:
-            probe_bytes: most bytes of one probe; 0 disables probes.
-            working_for: the context for all work in a session (`router.py`).
-            quiet_s: seconds without waiting transfers before a probe.
-            share: share of a link's traffic that probes may take.
-        """
+        """`probe_bytes`: most bytes of one probe; 0 disables probes. `working_for`: the context for all work in a
+        session (`router.py`). `quiet_s`: seconds without waiting transfers before a probe. `share`: of a link's traffic
+        that probes may take."""
         self.matrix, self._working_for = LinkTable(), working_for
         self._prober = BandwidthProbe(probe_bytes, now, quiet_s=quiet_s, share=share)
         self._looks: dict[int, _Look] = {}  # by session
@@ -287,11 +283,8 @@ class LinkMonitor:
 
 
 async def reaches(address: str, only: str | None) -> bool | None:
-    """Whether tcp://host:port accepts a connection; None if it is not tried.
-
-    Args:
-        only: the only host that may be dialled; None for any.
-    """
+    """Whether tcp://host:port accepts a connection; None if it is not tried. `only`: the only host that may be
+    dialled."""
     try:
         there = parse_tcp(address)
     except ValueError:

@@ -109,12 +109,8 @@ class RateLimiter:
         self._sessions: Counter[str] = Counter()
 
     def greets(self, who: str, address: str | None, now: float) -> Reason | None:
-        """Whether a new session may begin: None, or the reason why not.
-
-        Args:
-            who: the key's owner, or without keys the name in the greeting.
-            address: of a peer without a key; None for an owner.
-        """
+        """Whether a new session may begin: None, or the reason why not. `who`: the key's owner, or without keys the
+        name in the greeting. `address`: of a peer without a key; None for an owner."""
         limits = self.limits
         if self._sessions.total() >= limits.sessions:
             return Reason.CROWDED
@@ -247,13 +243,9 @@ class Peers:
     def on_first_frame(
         self, route: Route, parts: Sequence[Buffer], owner: NodeId | None, address: str, now: float
     ) -> Lane | Refused | Trial | None:
-        """The first frame of a route.
-
-        Returns:
-            The control lane of a new session, which must yet receive the frame; the bulk lane of a session that the
-            route became; what its sender is told of a frame that begins no session: a trial, or that its message
-            cannot be decoded, for it may run another version; or None: the frame is rejected, and the route forgotten.
-        """
+        """The control lane of a new session, which must yet receive the frame; the bulk lane of a session that the
+        route became; what its sender is told of a frame that begins no session: a trial, or that its message cannot be
+        decoded, for it may run another version; or None: the frame is rejected, and the route forgotten."""
         message: msg.Message | None = None
         answer: Refused | Trial | None = None
         try:

@@ -168,13 +168,8 @@ def create_tail(
 ) -> Tail:
     """Begin a segment with blocks for `room` bytes of records. It is there whole, with its opening, or not at all.
 
-    Args:
-        opening: the bytes of its first record.
-        before_visible: called when only the new name is missing.
-
-    Raises:
-        NoRoom: nothing was changed, and `before_visible` was not called.
-        StorageFailed: the disk refused.
+    `opening`: the bytes of its first record. `before_visible` is called when only the new name is missing.
+    Raises NoRoom: nothing was changed, and `before_visible` was not called. Raises StorageFailed: the disk refused.
     """
     path = segment_path(directory, number)
     parts = [segment_header(number, first_sequence, salt), *opening]
@@ -271,14 +266,12 @@ class Journal:
         """Lock `directory`, create it if it is missing, and read and verify its journal's last segment.
 
         Of what is there no byte is changed before `begin`: where locks do not keep two coordinators apart, the epoch is
-        claimed between the two. All that is found is durable, also what the last coordinator had not synced before
-        it died. Until `begin`, only `close` may be called.
+        claimed between the two. All that is found is durable, also what the last coordinator had not synced before it
+        died. Until `begin`, only `close` may be called.
 
-        Raises:
-            StateLocked: a coordinator holds the directory.
-            StateMismatch: `farloop journal salvage` was interrupted in it.
-            JournalCorrupt: damage of the last segment that is not a torn tail; nothing was changed.
-            StorageFailed: the disk refused.
+        Raises StateLocked: a coordinator holds the directory. Raises StateMismatch: `farloop journal salvage` was
+        interrupted in it. Raises JournalCorrupt: damage of the last segment that is not a torn tail; nothing was
+        changed. Raises StorageFailed: the disk refused.
         """
         files.make_directory(directory)
         lock = files.lock(directory / "lock")
@@ -374,14 +367,11 @@ class Journal:
             self._rotate(0)
 
     def prune(self, before_segment: int) -> None:
-        """Delete the segments before this one, which begins with what they said.
+        """Delete the segments before this one, which begins with what they said. From the oldest on, each durably
+        before the next: whatever a crash leaves is a journal without a gap.
 
-        From the oldest on, each durably before the next: whatever a crash leaves is a journal without a gap.
-
-        Raises:
-            NoRoom: no descriptor is left; what was deleted is.
-            Fenced, FolderChanged: nothing was changed.
-            StorageFailed: the disk refused; the journal cannot be used any more.
+        Raises NoRoom: no descriptor is left; what was deleted is. Raises Fenced, FolderChanged: nothing was changed.
+        Raises StorageFailed: the disk refused; the journal cannot be used any more.
         """
         self.require_ours()
         assert before_segment <= self._tail.number
@@ -411,16 +401,11 @@ class Journal:
         self._reserved_bytes -= room
 
     def append(self, record: Record, attachment: Bytes = b"", *, reserved: int | None = None) -> Entry:
-        """Write a record behind the last; it is durable once `sync` has returned.
+        """Write a record behind the last; it is durable once `sync` has returned. `attachment`: its bulk bytes; not
+        kept. `reserved`: what was given to `reserve`, to use that room up.
 
-        Args:
-            attachment: its bulk bytes; not kept.
-            reserved: what was given to `reserve`, to use that room up.
-
-        Raises:
-            NoRoom: nothing was changed; a reservation stays.
-            Fenced, FolderChanged: the folder is not this coordinator's any more; nothing was changed.
-            StorageFailed: the journal cannot be used any more.
+        Raises NoRoom: nothing was changed; a reservation stays. Raises Fenced, FolderChanged: the folder is not this
+        coordinator's any more; nothing was changed. Raises StorageFailed: the journal cannot be used any more.
         """
         self.require_ours()
         kind, body = records.encode(record)
@@ -453,11 +438,10 @@ class Journal:
     def sync(self) -> int:
         """Make everything appended so far durable, with one fsync, and return how many records that are.
 
-        Raises:
-            NoRoom: no descriptor is left to see whose the folder is: of these records nobody may be told yet. Call it
-                again, and append nothing twice.
-            Fenced: another coordinator has taken the folder over, and need not have seen these records.
-            StorageFailed: what is durable is unknown; the journal cannot be used any more. Exit and recover.
+        Raises NoRoom: no descriptor is left to see whose the folder is: of these records nobody may be told yet. Call
+        it again, and append nothing twice. Raises Fenced: another coordinator has taken the folder over, and need not
+        have seen these records. Raises StorageFailed: what is durable is unknown; the journal cannot be used any more.
+        Exit and recover.
         """
         self._require_usable()
         if self.durable < self.num_records:

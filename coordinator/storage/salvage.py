@@ -71,12 +71,8 @@ def salvage(directory: Path, files: Files = DISK) -> Salvage:
     """Find the newest consistent state. Changes nothing.
 
     A coordinator at work deletes and writes files between two reads: what is whole would look damaged.
-
-    Raises:
-        StateLocked: a coordinator is at work here.
-        StateMismatch: there is none.
-        NoRoom: no file can be opened now.
-        StorageFailed: the disk refused a read.
+    Raises StateLocked: a coordinator is at work here. Raises StateMismatch: there is none. Raises NoRoom: no file can
+    be opened now. Raises StorageFailed: the disk refused a read.
     """
     with suppress(ReadOnly):  # nobody can write there
         if files.identity(directory / "lock") is not None:
@@ -125,11 +121,8 @@ def carry_out(directory: Path, found: Salvage, files: Files = DISK) -> Path:
 
     The new folder is whole and durable before anything is moved. From then on a file says that the folder is half one
     and half the other, and no start goes on in it: `finish` does the rest, as often as it is interrupted.
-
-    Raises:
-        StateLocked: a coordinator is at work here; nothing was changed.
-        NoRoom: the folder is as it was, or to be finished by `finish`.
-        StorageFailed: likewise.
+    Raises StateLocked: a coordinator is at work here; nothing was changed. Raises NoRoom, StorageFailed: the folder is
+    as it was, or to be finished by `finish`.
     """
     with closing(files.lock(directory / "lock")):
         refuse_half_salvaged(directory, files)

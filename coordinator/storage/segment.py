@@ -269,11 +269,9 @@ def scan_segment(path: Path, number: int, files: Files = DISK, *, until: int | N
     a whole record is not one that this code knows. Behind a gap it goes on with the next header of a record, whose
     digest is seeded with the segment's salt, so that no bytes of a node can pass for one.
 
-    Args:
-        until: the first record of the segment that follows; None where none does. What stands behind the last record
-            before that is not looked at: a coordinator that was fenced may have written there.
-        trusted: as `read_records` has it.
-
+    `until`: the first record of the segment that follows; None where none does. What stands behind the last record
+    before that is not looked at: a coordinator that was fenced may have written there. `trusted`: as `read_records` has
+    it.
     Raises StorageFailed: the disk refused a read.
     """
     items, torn_bytes, doubted = list[Entry | Gap](), 0, -1

@@ -126,13 +126,10 @@ def load(path: Path, files: Files = DISK, *, fingerprint: str | None = None) -> 
 def load_latest(
     directory: Path, fragment: int, *, fingerprint: str, files: Files = DISK, at_most: int | None = None
 ) -> Snapshot | None:
-    """The newest snapshot of a fragment that is whole and of this run; None if there never was one.
-
-    With `at_most`, of this version or an older one.
-
-    A damaged one is passed over with a warning: an older one and more of the journal give the same state.
-    Raises SnapshotCorrupt: there are some, and none is good; the newest one's fault.
-    """
+    """The newest snapshot of a fragment that is whole and of this run; None if there never was one. With `at_most`, of
+    this version or an older one. A damaged one is passed over with a warning: an older one and more of the journal give
+    the same state.
+    Raises SnapshotCorrupt: there are some, and none is good; the newest one's fault."""
     newest_fault: SnapshotCorrupt | None = None
     for version in reversed(versions_of(directory, fragment, files)):
         if at_most is not None and version > at_most:

@@ -318,12 +318,8 @@ class Store:
     ) -> rec.WindowCommitted:
         """Make a commit durable, and only then swap its buffers in. `next_snapshot` may be due then. `in_store`: the
         update is in the object store.
-
-        Raises:
-            NoRoom: nothing was changed; the reservation stays.
-            Fenced: another coordinator has taken this state over. Nothing was changed.
-            StorageFailed: it may be durable or not. Exit and recover.
-        """
+        Raises NoRoom: nothing was changed; the reservation stays. Raises Fenced: another coordinator has taken this
+        state over. Nothing was changed. Raises StorageFailed: it may be durable or not. Exit and recover."""
         record = commits.completed(draft, result)
         self._take(self._journal.append(record, b"" if in_store else result.update, reserved=reserved))
         self.sync()
