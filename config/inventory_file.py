@@ -6,7 +6,8 @@ docs/routing.md describes every key. Every error is one line with its place and 
 import difflib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +89,8 @@ def inventory_of(tables: Mapping[str, Any], where: str, overrides: Mapping[str, 
     if named and isinstance(plan, dict):
         tables = {**tables, "plan": {**plan, **named}}
     file = validated(_File, tables, where)
-    try:
+    with _in_place(where, ConfigError):
         return _made(file)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from None
 
 
 def each(name: str, address: str, count: int) -> list[tuple[str, str]]:
@@ -103,11 +102,9 @@ def each(name: str, address: str, count: int) -> list[tuple[str, str]]:
 def check_beside_nodes(tables: Mapping[str, Any], where: str) -> None:
     """Whether tables are sound that need no nodes of their own, for those come from elsewhere. Raises ConfigError."""
     file = validated(_File, {"nodes": [], **tables}, where)
-    try:
+    with _in_place(where, ConfigError):
         for number, node in enumerate(file.nodes):
             _nodes(node, number, file.model)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from None
 
 
 def _made(file: _File) -> plain.Inventory:
@@ -116,10 +113,9 @@ def _made(file: _File) -> plain.Inventory:
     links: dict[tuple[str, str], plain.Link] = {}
     places = {plain.COORDINATOR} | {name for node in nodes for name in (node.name, node.site)}
     for number, link in enumerate(file.links):
-        found = _in_place(lambda link=link: _wire(link), f"links[{number}]")
-        for ends in _ends(link, number):
-            if _all_known(ends, places, f"links[{number}]"):
-                links[ends] = found
+        with _in_place(f"links[{number}]"):
+            found = _wire(link)
+            links |= {ends: found for ends in _ends(link) if _all_known(ends, places)}
     if file.delay_s is not None:
         if links:
             raise ValueError("delay_s and links are both given; give one of them")
@@ -156,52 +152,49 @@ def _nodes(node: _Node, number: int, model: plain.Model) -> list[plain.Node]:
         max_layers = int(node.memory_bytes // model.layer_bytes)
         if max_layers < 1:
             raise ValueError(f"{where}: memory_bytes is {node.memory_bytes:g}; one layer takes {model.layer_bytes:g}")
-    cards = tuple(
-        _in_place(
-            lambda card=card: plain.Card(
-                kind=card.kind,
-                bytes_per_s=_rate({"bytes_per_s": card.bytes_per_s, "gbit_s": card.gbit_s}, none=None),
-                efficiency=card.efficiency,
-            ),
-            f"{where}.nics[{place}]",
-        )
-        for place, card in enumerate(node.nics)
-    )
+    cards = []
+    for place, card in enumerate(node.nics):
+        with _in_place(f"{where}.nics[{place}]"):
+            rate = _rate({"bytes_per_s": card.bytes_per_s, "gbit_s": card.gbit_s}, none=None)
+            cards.append(plain.Card(kind=card.kind, bytes_per_s=rate, efficiency=card.efficiency))
     if node.address and node.count > 1 and "{n}" not in node.address:
         raise ValueError(
             f"{where}: address is one for {node.count} nodes; {{n}} in it stands for the number of each node"
         )
     entries = each(node.name, node.address, node.count)
-    for address in filter(None, (address for _, address in entries)):
-        _in_place(lambda address=address: parse_tcp(address), f"{where}.address")
+    with _in_place(f"{where}.address"):
+        for address in filter(None, (address for _, address in entries)):
+            parse_tcp(address)
+    with _in_place(where):
+        return [
+            plain.Node(
+                name=name,
+                site=node.site or node.name,
+                cards=tuple(cards),
+                layer_s=node.layer_s,
+                max_layers=max_layers,
+                slots=node.slots,
+                stage=node.stage,
+                address=address,
+            )
+            for name, address in entries
+        ]
 
-    def made(name: str, address: str) -> plain.Node:
-        return plain.Node(
-            name=name,
-            site=node.site or node.name,
-            cards=cards,
-            layer_s=node.layer_s,
-            max_layers=max_layers,
-            slots=node.slots,
-            stage=node.stage,
-            address=address,
-        )
 
-    return [_in_place(lambda name=name, address=address: made(name, address), where) for name, address in entries]
-
-
-def _in_place(make: Any, where: str) -> Any:
-    """Call `make`; a ValueError gets the place."""
+@contextmanager
+def _in_place(where: str, kind: type[Exception] = ValueError) -> Iterator[None]:
+    """A ValueError of the block gets the place, and may become another kind."""
     try:
-        return make()
+        yield
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise kind(f"{where}: {error}") from None
 
 
 def _wire(link: _Link) -> plain.Link:
     if (link.latency_ms is None) == (link.latency_s is None):
         raise ValueError("expected one of latency_ms and latency_s, of one way")
-    _in_place(lambda: LEAST_0(link.latency_ms or 0.0), "latency_ms")
+    with _in_place("latency_ms"):
+        LEAST_0(link.latency_ms or 0.0)
     return plain.Link(
         latency_s=link.latency_s if link.latency_s is not None else (link.latency_ms or 0.0) / 1e3,
         bytes_per_s=_rate({"bytes_per_s": link.bytes_per_s, "mbit_s": link.mbit_s, "gbit_s": link.gbit_s}),
@@ -209,24 +202,24 @@ def _wire(link: _Link) -> plain.Link:
     )
 
 
-def _ends(link: _Link, number: int) -> list[tuple[str, str]]:
+def _ends(link: _Link) -> list[tuple[str, str]]:
     if link.between is not None and link.source is None and link.target is None:
         if len(link.between) != 2:
-            raise ValueError(f"links[{number}]: between has {len(link.between)} ends; expected two")
+            raise ValueError(f"between has {len(link.between)} ends; expected two")
         a, b = link.between
         return [(a, b), (b, a)]
     if link.between is not None or link.source is None or link.target is None:
-        raise ValueError(f"links[{number}]: expected between = [A, B] for both ways, or from and to for one")
+        raise ValueError("expected between = [A, B] for both ways, or from and to for one")
     return [(link.source, link.target)]
 
 
-def _all_known(ends: tuple[str, str], places: set[str], where: str) -> bool:
+def _all_known(ends: tuple[str, str], places: set[str]) -> bool:
     """Whether both ends are there. A link of places without a node is left out: tables of sites are often longer.
     Raises ValueError: an end that is nearly the name of a place."""
     for end in ends:
         if end not in places:
             if close := difflib.get_close_matches(end, sorted(places), n=1, cutoff=0.75):
-                raise ValueError(f"{where}: there is no node and no site {end!r}; did you mean {close[0]}?")
+                raise ValueError(f"there is no node and no site {end!r}; did you mean {close[0]}?")
             return False
     return True
 
@@ -247,12 +240,13 @@ def _matrix(delay_s: list[list[float]], names: list[str]) -> dict[tuple[str, str
     """Seconds per activation message, [from][to] in the order of the nodes, as published instances have."""
     if len(delay_s) != len(names) or any(len(row) != len(names) for row in delay_s):
         raise ValueError(f"delay_s has {len(delay_s)} rows; there are {len(names)} nodes: as many rows and columns")
-    return {
-        (source, target): _in_place(lambda s=seconds: plain.Link(latency_s=s), f"delay_s from {source} to {target}")
-        for source, row in zip(names, delay_s, strict=True)
-        for target, seconds in zip(names, row, strict=True)
-        if source != target
-    }
+    links = {}
+    for source, row in zip(names, delay_s, strict=True):
+        for target, seconds in zip(names, row, strict=True):
+            if source != target:
+                with _in_place(f"delay_s from {source} to {target}"):
+                    links[source, target] = plain.Link(latency_s=seconds)
+    return links
 
 
 def tables_of(path: Path) -> dict[str, Any]:

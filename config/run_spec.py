@@ -3,7 +3,8 @@
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,6 +100,7 @@ def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None, 
     digests = tuple(_first_digest(fragment, tensors) if held else 0 for fragment in layout.fragments)
     del tensors
     evaluation, corpus_digest, samples = None, OWN, 0
+    own_evaluation = "none" if config.evaluate_every_rounds is None else OWN  # by `join(evaluate=...)` of nodes' loops
     _check_phases(terms, data, brings_data=given)
     if not loops_bring_data(config):
         evaluation = EvaluationSet(
@@ -118,7 +120,7 @@ def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None, 
         anchor_digests=digests,
         data=corpus_digest,
         num_samples=samples,
-        evaluation_set=evaluation_name(evaluation) if evaluation else _own_evaluation(config),
+        evaluation_set=evaluation_name(evaluation) if evaluation else own_evaluation,
         seed=config.seed,
     )
     return Plan(
@@ -165,11 +167,6 @@ def _first_digest(fragment: Fragment, tensors: Mapping[str, Tensor]) -> int:
         raise ValueError(f"the first weights have NaN or Inf in {name!r}: begin from other weights") from None
 
 
-def _own_evaluation(config: RunConfig) -> str:
-    """Of a run whose loops bring model and data: they evaluate, by `join(evaluate=...)`, if the run says how often."""
-    return "none" if config.evaluate_every_rounds is None else OWN
-
-
 def _check_phases(terms: Terms, data: DataConfig, *, brings_data: bool) -> None:
     """Each re-warm with a replay needs its text, and vice versa. Raises ValueError, one sentence."""
     brought, texts = len(arrivals(terms.schedule.lr)), len(data.phases or ())
@@ -186,29 +183,24 @@ def _check_phases(terms: Terms, data: DataConfig, *, brings_data: bool) -> None:
 def _corpora(config: RunConfig, data: DataConfig, corpus: Corpus | None) -> list[Corpus]:
     """The run's data, and those of each re-warm that brings some. Raises CorpusError."""
     if corpus is None and data.mixture is not None:
-        try:
+        with _errors_about("mixture"):
             corpus = load_mixture(data.mixture, max_bytes=data.max_bytes)
-        except CorpusError as error:
-            raise CorpusError(f"mixture: {error}") from error
-    first = corpus or load_corpus(data.path, max_bytes=data.max_bytes)
-    corpora = [first, *(_later_corpus(path, data.max_bytes, config.sequence_tokens) for path in data.phases or ())]
-    try:
+    corpora = [corpus or load_corpus(data.path, max_bytes=data.max_bytes)]
+    with _errors_about("phases"):
+        for path in data.phases or ():
+            corpora.append(load_corpus(path, max_bytes=data.max_bytes))
+            with _errors_about(path):
+                num_samples(corpora[-1], config.sequence_tokens)
         check_tokenizers(corpora)
-    except CorpusError as error:
-        raise CorpusError(f"phases: {error}") from error
     return corpora
 
 
-def _later_corpus(path: Path, max_bytes: int, sequence_tokens: int) -> Corpus:
+@contextmanager
+def _errors_about(what: str | Path) -> Iterator[None]:
     try:
-        corpus = load_corpus(path, max_bytes=max_bytes)
+        yield
     except CorpusError as error:
-        raise CorpusError(f"phases: {error}") from error
-    try:
-        num_samples(corpus, sequence_tokens)
-    except CorpusError as error:
-        raise CorpusError(f"phases: {path}: {error}") from error
-    return corpus
+        raise CorpusError(f"{what}: {error}") from error
 
 
 def _stages(text: str | None) -> tuple[int, ...]:

@@ -282,8 +282,7 @@ class Peers:
             case _:
                 self._turned_away(Reason.MALFORMED, owner or address)
         where = address if owner is None else None
-        may = answer is not None and self.rates.greets(owner or "unread", where, now) is None
-        return answer if may else None
+        return answer if answer and self.rates.greets(owner or "unread", where, now) is None else None
 
     def _is_late(self, key: Route) -> bool:
         """Whether a route or token was that of a session that ended lately; then its frame is counted as such."""

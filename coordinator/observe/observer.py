@@ -157,7 +157,7 @@ class Observer:
         names = [share.node for share in record.merged]
         self._happenings.on_committed(record, time.monotonic())
         self._diary.on_computed(record.fragment, result.delta_norm, merge_s, journal_s)
-        self._merged[record.fragment] = list(names)
+        self._merged[record.fragment] = names
         self._timeline.write(
             {
                 "event": "commit",

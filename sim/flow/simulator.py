@@ -218,15 +218,11 @@ class _World:
             return
         for window in self._windows:
             window.welcome_back(place.node.index)
-        for fragment, held in enumerate(place.node.versions):
-            self._catch_up(place, fragment, held)
-
-    def _catch_up(self, place: FlowHost, fragment: int, held: int) -> None:
-        """The updates that it missed, or the fragment itself, whichever is fewer bytes (protocol, Downlink)."""
-        version = self._versions[fragment]
-        if version > held:
-            size = min((version - held) * self._down_bytes[fragment], self._snapshot_bytes[fragment])
-            self._download(place, size, lambda: place.node.updated(fragment, version), state=True)
+        # The updates that it missed, or the fragment itself, whichever is fewer bytes (protocol, Downlink).
+        for fragment, (held, version) in enumerate(zip(place.node.versions, self._versions, strict=True)):
+            if version > held:
+                size = min((version - held) * self._down_bytes[fragment], self._snapshot_bytes[fragment])
+                self._download(place, size, partial(place.node.updated, fragment, version), state=True)
 
     def upload(self, delta: Delta) -> None:
         """An offer, its credit, the bytes: one and a half round trips beside the bytes themselves."""
