@@ -344,5 +344,4 @@ def _fragment(index: int, stage: int, slot: int, tensors: Sequence[TensorSlot]) 
 
 
 def _padded(shape: Sequence[int]) -> int:
-    """Elements of a tensor with its padding."""
     return -(-math.prod(shape) // TENSOR_ALIGN) * TENSOR_ALIGN

@@ -194,9 +194,8 @@ def coordinates_into(rule: str, deltas: Sequence[Pieces], out: Tensor) -> None:
 def cosines(products: Gram, voices: Iterable[int]) -> list[float | None]:
     """Cosine of every delta to the mean direction of the others among `voices`; None if these have none.
 
-    Directions count equally, whatever the deltas' lengths. The others must agree among themselves, by `AGREE` on
-    average over their pairs: near an optimum, honest deltas of nodes with different data cancel, and each points
-    against all others.
+    Directions count equally, whatever the deltas' lengths. The others must agree, by `AGREE` on average over their
+    pairs: near an optimum, honest deltas of nodes with different data cancel, and each points against all others.
     """
     voices = [i for i in voices if products[i][i] > 0.0]
     found: list[float | None] = []

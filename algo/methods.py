@@ -1,7 +1,6 @@
 """The training methods that a run can name, each a row of choices.
 
-Imports no torch: state machines and the help of the command line read this table. `validation.py` checks whether a
-run's terms fit its method.
+Imports no torch: state machines and the command line's help read it. `validation.py` checks a run's terms against it.
 """
 
 from dataclasses import dataclass

@@ -188,8 +188,7 @@ def revised(terms: Terms, layout: Layout, given: Mapping[str, str]) -> Terms:
     """The terms with these values, each given as text under its key (`outer_lr`, `lr.peak`, or as in a RUN.toml). What
     a node has of its own is given under `codec_up_of.rome`, and that of all nodes at once as in a RUN.toml. A `tau`
     that is given holds for all nodes that have none of their own, unless `own_tau` is given too.
-    Raises ValueError: one of them cannot change, is no such value, or the run cannot have them together; one
-    sentence."""
+    Raises ValueError, one sentence: one cannot change, is no such value, or the run cannot have them together."""
     changed: dict[str, Any] = {}
     check_keys(given)
     for key, text in given.items():

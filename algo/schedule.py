@@ -66,7 +66,10 @@ def _within(lr: LearningRate, phase: Phase, first: float, position: float) -> fl
             drops = sum(phase.start < drop <= position for drop in lr.drops)
             return max(lr.minimum, phase.peak * lr.drop_factor**drops)
         case "wsd":
-            return _held_then_decayed(lr, phase, position)
+            # The peak, and in the phase's last `decay_share` from there to `minimum` (arXiv 2404.06395, 2405.18392).
+            tail = lr.decay_share * (phase.end - phase.start)
+            late = min(1.0, max(0.0, 1 - (phase.end - position) / tail))
+            return lr.minimum + (phase.peak - lr.minimum) * (1 - (math.sqrt(late) if lr.decay == "sqrt" else late))
         case "infinite":
             return _infinite(lr, phase, position)
         case _:
@@ -76,13 +79,6 @@ def _within(lr: LearningRate, phase: Phase, first: float, position: float) -> fl
 def _cosine(high: float, low: float, done: float) -> float:
     """η_min + ½(η_peak − η_min)(1 + cos π·done)"""
     return low + 0.5 * (high - low) * (1 + math.cos(math.pi * done))
-
-
-def _held_then_decayed(lr: LearningRate, phase: Phase, position: float) -> float:
-    """The peak, and in the phase's last `decay_share` from there to `minimum` (arXiv 2404.06395, 2405.18392)."""
-    tail = lr.decay_share * (phase.end - phase.start)
-    late = min(1.0, max(0.0, 1 - (phase.end - position) / tail))
-    return lr.minimum + (phase.peak - lr.minimum) * (1 - (math.sqrt(late) if lr.decay == "sqrt" else late))
 
 
 def _infinite(lr: LearningRate, phase: Phase, position: float) -> float:
@@ -116,8 +112,7 @@ _EQUAL: Final = 0.95  # of the best rate: rates are measured, and of equal nodes
 def h_at(terms: Terms, position: int) -> int:
     """H of a round that starts here: from η at its first step, once, for the whole round (arXiv 2310.14423).
 
-    max(h, ⌊(α/η)^power⌋), at most `h_max`; `h_init` during the warm-up, where a small η does not mean slow drift, and
-    where α is 0.
+    max(h, ⌊(α/η)^power⌋), at most `h_max`; `h_init` where α is 0 and in the warm-up, whose small η means no slow drift.
     """
     if terms.schedule.h_rule == "constant":
         return terms.schedule.h
@@ -242,8 +237,7 @@ def first_send_round(start_round: int, slot: int, slots: int, start_slot: int = 
 def is_expected(terms: WindowTerms, start_round: int, slot: int, slots: int, start_slot: int = 0) -> bool:
     """Whether a window waits for a node that started with `start_slot` of `start_round`.
 
-    The coordinator asks this. The node decides by `may_send` of `node/send_schedule.py`, which has the same rule of the
-    first round and more.
+    The node decides by `may_send` of `node/send_schedule.py`, which has the same rule of the first round and more.
     """
     return terms.final or first_send_round(start_round, slot, slots, start_slot) <= terms.round
 

@@ -168,7 +168,6 @@ def fragments_of(part: Part, layout: Layout) -> tuple[Fragment, ...]:
 
 
 def is_whole(part: Part, layout: Layout) -> bool:
-    """Whether it is all of the model."""
     return part is None or len(part) == layout.num_stages
 
 

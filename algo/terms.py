@@ -96,8 +96,7 @@ class Inner:
     control_variates: bool = False
     """Nodes correct their inner steps for the difference between their data and those of all nodes."""
     variates_rate: float = 0.5
-    """Share of the last estimate that a round's replaces: α of SCALLION, β of SCAFCOM. At 1 it has all the noise of a
-    round."""
+    """Share of the last estimate that a round's replaces: α of SCALLION, β of SCAFCOM; 1 has all of a round's noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +168,6 @@ class Terms:
         return Terms.from_flat(**self.flat() | values)
 
     def codec_of(self, node: NodeId) -> str:
-        """The codec of `node`'s deltas."""
         return dict(self.codecs.up_of).get(node, self.codecs.up)
 
     @classmethod

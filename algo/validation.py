@@ -336,8 +336,7 @@ def at_most(terms: Terms, slots: int) -> int:
 
 
 def may_own_tau(terms: Terms) -> bool:
-    """Whether nodes may choose their overlaps: where training waits for updates that are late, and nothing asks for the
-    same one everywhere."""
+    """Whether nodes may choose their overlaps: training waits for late updates, and nothing asks for the same one."""
     method, schedule = method_named(terms.method), terms.schedule
     everywhere = "tau" in method.fixed or terms.inner.control_variates or bool(schedule.lag)
     return not everywhere and schedule.on_late_update == "wait"

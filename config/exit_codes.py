@@ -1,7 +1,6 @@
 """How commands end: one line on standard error, and an exit code from which a scheduler decides whether to retry.
 
-An expected error has no traceback; an unexpected one is a bug and shows it. The codes are in `docs/exit-codes.md` and
-in `farloop --help`.
+An expected error has no traceback; an unexpected one is a bug and shows it. The codes are in `docs/exit-codes.md`.
 """
 
 import errno

@@ -62,7 +62,8 @@ class KeyValueLines(logging.Formatter):
     """`ts=… level=info at=coordinator.observe.observer event=commit fragment=0 …`"""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = " ".join(f"{key}={_quoted(value)}" for key, value in _fields(record).items())
+        quoted = {k: v if _PLAIN.fullmatch(v) else dumps(v, ensure_ascii=False) for k, v in _fields(record).items()}
+        line = " ".join(f"{key}={value}" for key, value in quoted.items())
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
@@ -78,10 +79,6 @@ def _fields(record: logging.LogRecord) -> dict[str, str]:
     at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     where = record.name.removeprefix("farloop.")
     return {"ts": at, "level": record.levelname.lower(), "at": where} | pairs_of(record.getMessage())
-
-
-def _quoted(value: str) -> str:
-    return value if _PLAIN.fullmatch(value) else dumps(value, ensure_ascii=False)
 
 
 def _unquoted(text: str) -> str:

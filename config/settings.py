@@ -245,8 +245,6 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFile:
-    """A valid RUN.toml."""
-
     settings: Settings
     run: RunConfig
     data: DataConfig
@@ -255,8 +253,6 @@ class RunFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFile:
-    """A valid NODE.toml."""
-
     settings: Settings
     node: NodeConfig
     pipeline: PipelineConfig
@@ -295,7 +291,10 @@ def load_node(
     """A NODE.toml with the environment, flags and options on top, as `load_run`. Raises ConfigError."""
     settings = _resolve(path, NODE_SCHEMA, flags, environ, options)
     _check_daemon(settings, "node", address="coordinator", partner="server_key", whose="the coordinator's .pub file")
-    settings.check("node", "leave_code", _check_leave_code)
+    leave_code = settings.section("node")["leave_code"]
+    if leave_code not in (ExitCode.DONE, ExitCode.INTERRUPTED):
+        what = f"expected 0 or {ExitCode.INTERRUPTED.value}, got {leave_code}"
+        raise settings.error("node", "leave_code", what)
     for address in parse_each_tcp(settings.section("node")["coordinator"]):
         settings.check("node", "bulk_source", partial(check_source, host=address.host))
     if settings.section("node")["bulk_source"] and settings.section("node")["key"] is None:
@@ -360,11 +359,6 @@ def pipeline_of(settings: Settings) -> PipelineConfig:
         what = f"{listens} goes beyond this machine, so peers and [node] key are required, or insecure = true"
         raise settings.error("pipeline", "peers", what)
     return PipelineConfig(**values)
-
-
-def _check_leave_code(code: int) -> None:
-    if code not in (ExitCode.DONE, ExitCode.INTERRUPTED):
-        raise ValueError(f"expected 0 or {ExitCode.INTERRUPTED.value}, got {code}")
 
 
 def check_hosts(text: str) -> None:

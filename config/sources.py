@@ -88,7 +88,8 @@ def read_file(path: Path, known: Iterable[str]) -> list[Given]:
     for section, table in tables.items():
         where = _origin(path, lines.get((section, 0, ""), lines.get(("", 0, section))))
         if not isinstance(table, dict):
-            raise ConfigError(f"{where}: {section} is outside of a section; put it below {_listed(sections)}")
+            known = " or ".join(f"[{one}]" for one in sections)
+            raise ConfigError(f"{where}: {section} is outside of a section; put it below {known}")
         if section not in sections:
             takes = {"run": "coordinator", "node": "node"}.get(section)
             hint = f"farloop {takes} takes such a file" if takes else nearest(section, sections)
@@ -230,10 +231,6 @@ def read_flags(flags: Iterable[str], known: Iterable[str], origin: str = "--set"
             Given(section=section, key=key, value=value.strip(), origin=origin, is_text=True, folder=Path.cwd())
         )
     return found
-
-
-def _listed(sections: list[str]) -> str:
-    return " or ".join(f"[{section}]" for section in sections)
 
 
 def _origin(path: Path, line: int | None) -> str:

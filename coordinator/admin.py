@@ -34,8 +34,7 @@ Handler = Callable[[Request], Awaitable[Answer]]  # raises ValueError or NotNow,
 
 @contextlib.contextmanager
 def address_of(folder: Path) -> Iterator[str]:
-    """The socket's path, short enough for a socket address however deep the folder is: through a descriptor while the
-    block lasts."""
+    """The socket's path while the block lasts: through a descriptor, so short enough however deep the folder is."""
     plain = str((folder / NAME).absolute())
     if len(os.fsencode(plain)) <= _LONGEST_PATH:
         yield plain

@@ -73,7 +73,6 @@ class BulkPlane:
         self._objects.delete(urls)
 
     def failed(self, why: str, node: NodeId = _OURS) -> None:
-        """The store failed this process, or a node."""
         self._counted(1, (0, 0))
         self._failed_at = self._clock.now()
         self._paused[node] = self._failed_at + PAUSE_S

@@ -51,8 +51,7 @@ def revision_asked_for(machine: CoordinatorMachine, given: Mapping[str, str]) ->
 
 
 def lightened(machine: CoordinatorMachine, advice: Advice) -> Revision:
-    """The revision that sets the advised terms of one node. Raises ValueError, one sentence, if the run
-    cannot have it."""
+    """The revision that sets the advised terms of one node. Raises ValueError, one sentence: the run cannot have it."""
     try:
         spec = machine.ledger.spec
         given = settings_of(advice, spec.terms, machine.ledger.h, in_stages=spec.identity.layout.num_stages > 1)

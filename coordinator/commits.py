@@ -37,13 +37,11 @@ from farloop.wire.reasons import Reason
 
 
 def next_codecs(terms: Terms, delta: Tensor, fragment: Fragment) -> dict[str, str]:
-    """Codecs chosen for the fragment's next deltas by its merged delta, fp32 [numel], for requested codecs that leave a
-    choice."""
+    """Codecs for the fragment's next deltas by its merged delta, fp32 [numel], of those that leave a choice."""
     return {codec: chosen for codec in _asked(terms) if (chosen := next_codec(codec, delta, fragment)) is not None}
 
 
 def leaves_a_choice(terms: Terms) -> bool:
-    """Whether any requested codec does."""
     return any(candidates(codec_named(codec)) for codec in _asked(terms))
 
 
@@ -58,7 +56,6 @@ def as_chosen(terms: Terms, window: WindowTerms) -> dict[str, str]:
 
 
 def with_chosen(following: WindowTerms, chosen: Mapping[str, str]) -> WindowTerms:
-    """The terms of a window with the chosen codecs."""
     own = tuple((node, chosen.get(codec, codec)) for node, codec in following.codec_up_of)
     return replace(following, codec_up=chosen.get(following.codec_up, following.codec_up), codec_up_of=own)
 
@@ -147,7 +144,6 @@ def step_of(ledger: Ledger, record: WindowCommitted, terms: Terms) -> Step:
 
 
 def _rule(record: WindowCommitted, terms: Terms) -> str:
-    """The merge rule of this commit, by its window's terms."""
     if terms.outer.merge in ROBUST_RULES:
         steps = sum(addend.weight > 0.0 for addend in record.blobs)
         return terms.outer.merge if steps >= ROBUST_RULES[terms.outer.merge].least else "mean"
@@ -289,8 +285,9 @@ def repeat(
                 # Checksums hold the snapshot and every delta. The last digests hold all that they led to: a commit in
                 # between that came out otherwise has changed nothing of what the run goes on from, if these match.
                 measured = last or not expendable
-                how = pool, False, expendable, measured
-                result = aggregator.commit(buffers, delta, step, codecs.terms, codecs.down, *how)
+                result = aggregator.commit(
+                    buffers, delta, step, codecs.terms, codecs.down, pool, expendable=expendable, measured=measured
+                )
                 found = result.anchor_digest, result.target_digest, result.outer_digest
                 if not measured or found == (record.anchor_digest, record.target_digest, record.momentum_digest):
                     return result.buffers, True
@@ -334,8 +331,7 @@ def adopted(anchor: Tensor, version: int, terms: Terms) -> Buffers:
 def parts(
     ledger: Ledger, record: WindowCommitted, inputs: Sequence[bytes | bytearray], codecs: Codecs
 ) -> tuple[list[Tensor], Tensor]:
-    """Each decoded delta of a commit and their merge, fp32 [numel] each, for inspection. Call it when `codecs_of` may
-    be called."""
+    """Each decoded delta of a commit and their merge, fp32 [numel] each, for inspection. Call it as `codecs_of`."""
     step = step_of(ledger, record, codecs.terms)
     alone = [
         aggregator.whole(aggregator.to_merge([(data, 1.0)], step.fragment, [expect]))

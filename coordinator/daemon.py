@@ -199,11 +199,9 @@ class Coordinator:
             executor.storage.close()
 
     async def _until_told(self) -> None:
-        """Wait until the run is finished and its nodes know.
-
-        A node that is away dials again within `LAST_CALL_S`. One that no earlier start of this coordinator had told of
-        the end is not known here: after a restart every node has as long to come, whether it is known or not.
-        """
+        """Wait until the run is finished and its nodes know. A node that is away dials again within `LAST_CALL_S`. One
+        that no earlier start of this coordinator had told of the end is not known here: after a restart every node has
+        as long to come, whether it is known or not."""
         await self._until(lambda: self.executor.finished)
         serves = self.config.after_end == "serve"
         _log.info("run finished note='%s'", "serving until stopped" if serves else "serving until all nodes know")

@@ -1,9 +1,8 @@
 """The coordinator's executor: turns what sessions and storage report into events, and carries out the commands.
 
 It never waits. Commands run one after the other in the order the machine gave them, so that a record is durable before
-what follows from it is told; commits, uploads and downloads run beside them, each ending in one event. The same
-executor runs in the daemon (`daemon.py`) and in the simulator (`sim/world.py`): time, workers, files and sockets
-are ports.
+what follows from it is told; commits, uploads and downloads run beside them, each ending in one event. The daemon
+(`daemon.py`) and the simulator (`sim/world.py`) run the same executor: time, workers, files and sockets are ports.
 """
 
 import dataclasses
@@ -125,7 +124,6 @@ class CoordinatorExecutor:
         return not (self.sessions or self.machine.awaited or self._commands or self._busy)
 
     def say_goodbye(self, reason: Reason) -> None:
-        """Tell every node that this coordinator ends."""
         for node in list(self.sessions):
             if peer := self._open_session_of(node):
                 self._send(peer, msg.Leave(reason=reason))

@@ -101,12 +101,9 @@ class DeltaIntake:
         *,
         by_store: bool = False,
     ) -> str | None:
-        """Receive a delta over this session, or by the store into `memory`. Returns a sentence if its size is wrong,
-        else None.
-
+        """Receive a delta over this session, or by the store into `memory`. Returns a sentence if its size is wrong.
         `codec_up` is that of the window that the delta names; `window` is the open one, perhaps a later one. Nothing is
-        requested if the window closed meanwhile, or if the bytes are here and `Stored` is on its way.
-        """
+        requested if the window closed meanwhile, or if the bytes are here and `Stored` is on its way."""
         if window is None or not window.admits(offer) or offer.blob in self._keeping:
             return None
         codec = codec_named(codec_up)
@@ -264,7 +261,6 @@ class DeltaUploads(DeltaIntake):
         self._compute.submit(partial(verify, data, offer, expect, is_measured(offer, ledger)), verified, refused)
 
     def addends(self, draft: rec.WindowCommitted) -> list[tuple[Delta, float]]:
-        """The deltas of a commit with their weights, in the order of the sum."""
         return [(self._held[addend.blob], addend.weight) for addend in draft.blobs]
 
     def apart(self, draft: rec.WindowCommitted) -> list[Delta]:
@@ -310,8 +306,7 @@ class AnchorUploads:
         return None if ref is None else ev.AnchorFailed(node=blob.node, anchor=ref, spoiled=spoiled)
 
     def store(self, blob: BlobId, data: bytearray, done: Done, failed: Callable[[Exception, ev.Event], None]) -> None:
-        """Verify and journal an anchor, if it was requested. `failed` gets unexpected errors, with the event for the
-        machine."""
+        """Verify and journal a requested anchor. `failed` gets unexpected errors, with the event for the machine."""
         ref = self._refs.pop(blob, None)
         if ref is None:
             return

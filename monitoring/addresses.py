@@ -105,7 +105,6 @@ def check_tcp_listening(text: str) -> None:
 
 
 def is_ip(host: str) -> bool:
-    """Whether it is an IP address rather than a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

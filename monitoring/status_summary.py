@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Literal, TypeVar
 
 from farloop.monitoring.status import AnomalyStatus, EventStatus, NodeStatus, Status, StepsStatus, WindowStatus
@@ -164,7 +165,7 @@ def view_of(status: Status) -> RunView:
         total=size_text(up + down),
         reduction=reduction(status),
         nodes=tuple(_node_view(node, status) for node in nodes),
-        windows=tuple(_window_view(w) for w in sorted(status["windows"], key=_fragment) if w["expected"]),
+        windows=tuple(_window_view(w) for w in sorted(status["windows"], key=itemgetter("fragment")) if w["expected"]),
         events=tuple(map(event_view, status["recent"])),
     )
 
@@ -196,10 +197,6 @@ def _node_view(node: NodeStatus, status: Status) -> NodeView:
         down=size_text(node["bytes_down"]),
         heard=duration_text(node["last_heard_s"]),
     )
-
-
-def _fragment(window: WindowStatus) -> int:
-    return window["fragment"]
 
 
 def _window_view(window: WindowStatus) -> WindowView:

@@ -272,11 +272,8 @@ def free_start(message_s: Numbers, stages: int, length: int, limits: OrderLimits
 
 
 def pinned_start(stage_of: Sequence[int], length: int, limits: OrderLimits) -> Chains | None:
-    """Chains of nodes that keep their stages; None where they cannot be disjoint.
-
-    Each chain takes the stages that have the most free nodes; where the limits forbid that, the nearest order that
-    they allow.
-    """
+    """Chains of nodes that keep their stages; None where they cannot be disjoint. Each chain takes the stages that have
+    the most free nodes; where the limits forbid that, the nearest order that they allow."""
     free: dict[int, list[int]] = {}
     for node, stage in enumerate(stage_of):
         free.setdefault(stage, []).append(node)

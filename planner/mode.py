@@ -105,11 +105,8 @@ class ModeChoice:
         self._pins = tuple(pins) if inventory.pinned else None
 
     def decision(self) -> Decision:
-        """The mode that was asked for, else the cheapest.
-
-        C where something is skipped or no island holds the model; otherwise A or B by H*. Raises ValueError where the
-        mode that was asked for is not possible, or nothing is.
-        """
+        """The mode that was asked for, else the cheapest: C where something is skipped or no island holds the model;
+        otherwise A or B by H*. Raises ValueError where the mode that was asked for is not possible, or nothing is."""
         wish = self._wish
         inside = self._stages_inside()
         stages = wish.stages or (max(self._pins) + 1 if self._pins else None) or inside or self._stages_across()
@@ -131,10 +128,8 @@ class ModeChoice:
 
     def _stages_inside(self) -> int | None:
         """The fewest stages with which some island holds the model."""
-        for stages in range(1, min(self._model.layers, max(len(one.nodes) for one in self._islands)) + 1):
-            if any(self._holds(island, stages) for island in self._islands):
-                return stages
-        return None
+        most = min(self._model.layers, max(len(one.nodes) for one in self._islands))
+        return next((n for n in range(1, most + 1) if any(self._holds(one, n) for one in self._islands)), None)
 
     def _stages_across(self) -> int:
         total = self._model.layers

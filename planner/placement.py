@@ -53,8 +53,6 @@ def _check(layers: int, speeds: Sequence[float]) -> None:
 
 
 class Transport(StrEnum):
-    """What the collectives of a group may use."""
-
     INFINIBAND = "infiniband"
     ROCE = "roce"
     SOCKET = "socket"

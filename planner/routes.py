@@ -198,11 +198,8 @@ def _is_linked(task: Task, nodes: Sequence[int]) -> bool:
 
 
 def _exact(task: Task, fault: str) -> Paths:
-    """Paths by an exact search, where the fast searches found none.
-
-    It prefers paths that share no node, then paths in order that share nodes. Raises ValueError: `fault`, and whether
-    the search was complete.
-    """
+    """Paths by an exact search, where the fast searches found none: paths that share no node, else paths in order that
+    share nodes. Raises ValueError: `fault`, and whether the search was complete."""
     stage_of, count = task.stage_of, len(task.message_s)
     search = _LinkSearch(task)
     if (nodes := search.run((1,) * count, task.limits)) is not None:
@@ -417,11 +414,9 @@ def _in_order(task: Task, chains: Chains, work: Work) -> Chains:
 
 
 def _with_rest(task: Task, chains: Chains, work: Work) -> Paths:
-    """Routes of the chains, with spare nodes added.
-
-    A spare node replaces a chain's node for every second microbatch of its source. A chosen stage is the one with the
-    fewest replicas; with a given stage the path may change to visit as many stages as possible.
-    """
+    """Routes of the chains, with spare nodes added. A spare node replaces a chain's node for every second microbatch of
+    its source. A chosen stage is the one with the fewest replicas; with a given stage the path may change to visit as
+    many stages as possible."""
     stage_of = [-1] * len(task.message_s)
     for own, at in zip(chains.nodes, chains.stages, strict=True):
         for node, stage in zip(own, at, strict=True):

@@ -135,7 +135,10 @@ class _Play:
         if job.kind == "B":
             self._kept[node] -= 1
         if job.kind == "B" and job.place == 0:
-            self._finish(route.source, stop)
+            self._returned[route.source] += 1
+            self._done[route.source] = max(self._done[route.source], stop)
+            if self._sent[route.source] < self._work.microbatches:
+                self._send(route.source, stop)
         else:
             self._pass_on(node, job, stop)
 
@@ -152,12 +155,6 @@ class _Play:
         target = job.route.nodes[place]
         at = stop + (self._message_s[node][target] if target != node else 0.0)
         self._arrive(at, target, _Job(job.route, job.microbatch, place, kind))  # type: ignore[arg-type]
-
-    def _finish(self, source: int, at: float) -> None:
-        self._returned[source] += 1
-        self._done[source] = max(self._done[source], at)
-        if self._sent[source] < self._work.microbatches:
-            self._send(source, at)
 
 
 def bounds_s(routes: Sequence[Route], work: Work, message_s: Numbers) -> tuple[float, float]:

@@ -62,7 +62,15 @@ def choose(
     most = max(bits)
     fastest = max((pace for pace in paces if pace.step_s == fast), key=lambda pace: pace.bytes_per_s)
     goal = h * fast + (0.0 if overlap else _seconds(parameters, most, fastest))
-    found = [_rate(pace, goal, h, fast, parameters, sorted(bits, reverse=True), min_h, overlap) for pace in paces]
+    found = []
+    for pace in paces:
+        wanted = WORTH_A_CHANGE * dylu_h(h, pace.step_s, fast)
+        for own in sorted(bits, reverse=True):
+            comm = _seconds(parameters, own, pace)
+            steps = max(min_h, steps_within(pace, goal, parameters, own, overlap=overlap))
+            if (comm <= goal and steps >= wanted) or comm <= HIDDEN * goal:
+                break
+        found.append(Rate(bits=own, h=steps, round_s=round_s(pace, steps, parameters, own, overlap=overlap)))
     least = max(min_h, math.ceil(max(rate.h for rate in found) / MAX_RATIO))
     return tuple(
         rate
@@ -76,18 +84,6 @@ def steps_within(pace: Pace, goal_s: float, parameters: float, bits: int, *, ove
     """⌊(T* − comm)/τ⌋: the steps that leave time for the transfer; may be below 1."""
     left = goal_s if overlap else goal_s - _seconds(parameters, bits, pace)
     return math.floor(left / pace.step_s + 1e-9)
-
-
-def _rate(
-    pace: Pace, goal: float, h: int, fast: float, parameters: float, bits: Sequence[int], min_h: int, overlap: bool
-) -> Rate:
-    wanted = WORTH_A_CHANGE * dylu_h(h, pace.step_s, fast)
-    for own in bits:
-        comm = _seconds(parameters, own, pace)
-        steps = max(min_h, steps_within(pace, goal, parameters, own, overlap=overlap))
-        if (comm <= goal and steps >= wanted) or comm <= HIDDEN * goal:
-            break
-    return Rate(bits=own, h=steps, round_s=round_s(pace, steps, parameters, own, overlap=overlap))
 
 
 def round_s(pace: Pace, h: int, parameters: float, bits: int, *, overlap: bool = False) -> float:
@@ -132,7 +128,8 @@ def lighter(
     """
     if node not in paces or len(paces) < 2:
         return None
-    names, menu = sorted(paces), _menu(bits)
+    now = max(1, round(bits))
+    names, menu = sorted(paces), [now, *(fewer for fewer in BITS if fewer < now)]
     chosen = choose([paces[n] for n in names], h=h, parameters=parameters, bits=menu, min_h=least_h, overlap=overlap)
     rate = chosen[names.index(node)]
     rounds = {name: round_s(pace, h, parameters, menu[0], overlap=overlap) for name, pace in paces.items()}
@@ -144,11 +141,6 @@ def lighter(
         node=node, bits=rate.bits, h=rate.h, round_s=now_s, then_s=then_s,
         reason=f"{node} at {rate.bits} bits and H = {rate.h}: rounds of {then_s:.3g} s in place of {now_s:.3g}",
     )  # fmt: skip
-
-
-def _menu(bits: float) -> Sequence[int]:
-    now = max(1, round(bits))
-    return [now, *(fewer for fewer in BITS if fewer < now)]
 
 
 # --- Terms of a plan, as for `farloop run set`

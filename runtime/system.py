@@ -163,12 +163,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 
 
 def keep_freed_blocks() -> None:
-    """Keep freed blocks of up to 32 MiB, which is the most that glibc allows, for the next ones: up to 256 MiB at the
-    top of a heap.
-
-    Otherwise it gives the memory of a payload back with every round, and the next one waits for new pages: 7 ms for
-    13 MB, in place of 0.6.
-    """
+    """Keep freed blocks of up to 32 MiB, the most that glibc allows, for the next ones: up to 256 MiB at the top of a
+    heap. Otherwise it gives a payload's memory back with every round, and the next one waits for new pages: 7 ms for 13
+    MB, in place of 0.6."""
     tune = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if tune is not None:
         tune(_M_MMAP_THRESHOLD, 32 << 20)
@@ -176,11 +173,8 @@ def keep_freed_blocks() -> None:
 
 
 def trim_heap() -> None:
-    """Return memory that was freed to the system.
-
-    glibc keeps what was freed below the top of a heap, and gives it to threads of the same heap alone: hundreds of
-    megabytes of weights that a start has read and dropped. Other C libraries have no such call, nor need.
-    """
+    """Return memory that was freed to the system. glibc keeps what was freed below the top of a heap, and gives it to
+    threads of the same heap alone: hundreds of megabytes of weights that a start has read and dropped."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

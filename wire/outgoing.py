@@ -187,8 +187,7 @@ class Outgoing:
         return max(0, min(found[1], self.limit) - found[0])
 
     def next_chunk(self, num_bytes: int, in_flight: int, now: float, lane: Lane) -> tuple[int, memoryview] | None:
-        """(offset, bytes) of the next chunk, which leaves on `lane` behind `in_flight` bytes of all blobs; None while
-        there is no credit."""
+        """(offset, bytes) of the next chunk, which leaves on `lane` behind `in_flight` bytes; None without credit."""
         found, num_bytes = self._to_send.first, min(num_bytes, self.room)
         if found is None or num_bytes <= 0:
             return None

@@ -391,8 +391,7 @@ class Session:
             self._echoes[number] = now
 
     def blob_waits(self, now: float) -> bool | None:
-        """Whether `outgoing` would have a chunk, but for the uplink's limit: True of a background blob, False of
-        another, None for none."""
+        """Whether `outgoing` would have a chunk, but for the uplink's limit; see `Transfers.waits`."""
         return self.transfers.waits(now) if self.state is State.OPEN and len(self._lanes) > 0 else None
 
     def send_blob(self, offer: Offer, source: BlobSource, *, background: bool = False) -> None:

@@ -61,8 +61,7 @@ class Incoming:
         return Credit(blob=self.blob, received=here.received, limit=here.size, arrived=beyond, islands=islands)
 
     def renewed_credit(self, now: float, worth: int) -> Credit | None:
-        """A further Credit if one is due: `worth` bytes have arrived since the last one, or all the rest, or some that
-        have waited."""
+        """A further Credit if one is due: `worth` bytes have arrived since the last, all the rest, or some long ago."""
         arrived = self.reassembly.arrived - self._told
         waited = self.due_at is not None and now >= self.due_at
         return self.credit(now) if self.reassembly.complete or arrived >= worth or waited else None
@@ -171,13 +170,11 @@ class Transfers:
                 active += 1
 
     def source_of(self, blob: BlobId) -> BlobSource | None:
-        """The bytes of a blob that is being sent."""
         outgoing = self._outgoing.get(blob)
         return None if outgoing is None else outgoing.source
 
     @property
     def waiting(self) -> list[BlobId]:
-        """Blobs that wait for others to end."""
         return [blob for queued in self._queued.values() for blob in queued]
 
     def unacknowledged(self, kind: BlobKind) -> dict[BlobId, int]:
@@ -209,8 +206,7 @@ class Transfers:
         return sum(outgoing.in_flight for outgoing in self._outgoing.values() if outgoing.background)
 
     def waits(self, now: float) -> bool | None:
-        """Whether a blob could go on now: True for a background one while no other could, False for one that is not,
-        None for none."""
+        """Whether a blob could go on now: True: only a background one, False: another one, None: none."""
         found = self._next(now, background=True)
         return None if found is None else found[0].background
 
@@ -221,8 +217,7 @@ class Transfers:
 
     def expect(self, blob: BlobId, size: int, digest: int, reassembly: Reassembly | None, now: float) -> Reassembly:
         """Allow the peer to send `blob`; its chunks that are here already count.
-        Raises AlreadyUnderWay, LimitReached: expected already; too many at once. Raises LocalProtocolError: empty, or
-        too large."""
+        Raises AlreadyUnderWay, LimitReached: expected already; too many. Raises LocalProtocolError: size impossible."""
         key = blob_key(blob)
         if key in self._incoming:
             raise AlreadyUnderWay(f"{blob} is expected already")
@@ -391,8 +386,7 @@ class Transfers:
         return min([*rewinds, *stalls, *credits, *idle, *held], default=None)
 
     def handle_timer(self, now: float) -> None:
-        """Rewind every blob that was sent and whose time is up; decline every expected one that stands still; report
-        what has arrived."""
+        """Rewind every sent blob whose time is up; decline every expected one that stands still; report arrivals."""
         for incoming in self._incoming.values():
             self._renew(incoming, now)
         for outgoing, deadline in self._deadlines():
@@ -492,8 +486,7 @@ class Transfers:
             self._emit(BlobCorrupt(blob=incoming.blob))
 
     def _no_more(self, key: bytes) -> Incoming | None:
-        """Nothing more of this blob is expected. Snapshots are held back for others: by themselves they tell nothing of
-        the link."""
+        """Nothing more of this blob is expected. Snapshots, held back for others, tell nothing of the link alone."""
         incoming = self._incoming.pop(key, None)
         self._finished[key] = None
         if len(self._finished) > _FINISHED_KEYS:

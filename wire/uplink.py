@@ -151,7 +151,6 @@ class Uplink:
         return self._filled_at + max(0.0, -self._level) / self._rate
 
     def allows(self, now: float) -> bool:
-        """Whether a chunk that waits may leave now."""
         self._fill(now)
         allowed = self._level > -1.0  # a byte: rounding must not make it wait for nothing
         if self._held_since is not None:
@@ -160,7 +159,6 @@ class Uplink:
         return allowed
 
     def sent(self, num_bytes: int) -> None:
-        """A frame of any kind leaves."""
         if not math.isinf(self._rate):
             self._level -= num_bytes
 

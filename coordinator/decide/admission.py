@@ -21,8 +21,7 @@ _FP32_MAX: Final = 2.0**128  # no finite fp32 number is larger
 
 
 def refusal(hello: Hello, name: NodeId, ledger: Ledger, member: Member | None) -> Refused | None:
-    """Why this node may not join, with the two values that disagree; None lets it in. `rollback.py`
-    compares histories."""
+    """Why this node may not join, with the two values that disagree; None lets it in. Histories: `rollback.py`."""
     identity = ledger.spec.identity
     fingerprint, layout = identity.fingerprint(), identity.layout.digest()
     try:

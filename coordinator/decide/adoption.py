@@ -381,8 +381,7 @@ class Adoption:
                 yield claim.offers_until
 
     def _counts(self, node: NodeId, claim: NodeClaim, now: float) -> bool:
-        """Whether the node answered or may still answer. One whose training hangs never does, though its session is
-        open."""
+        """Whether the node answered or may still answer: one whose training hangs never does, in an open session."""
         return claim.answers or (node not in self._left and now < claim.heard_at + self._patience_s)
 
     def _fetch(self, lacking: Mapping[int, msg.AnchorRef], found: AdoptionSurvey, now: float) -> bool:

@@ -70,8 +70,7 @@ class Deadlines:
         self._middle: float | None = 0.0  # `_middle_s`; None until it is asked for
         self._rested = set[NodeId]()  # nodes that were suspended; some are no longer
         self._moved_at = run.now
-        """Time of the last commit. Nodes that wait for one window cannot serve the next, so a commit restarts their
-        time."""
+        """Of the last commit, which restarts the time of nodes: while they wait for one window they serve no other."""
 
     # --- what is seen
 
@@ -222,8 +221,7 @@ class Deadlines:
         return allowed * (SLOW_TASKS if member is not None and member.evaluates else 1.0)
 
     def _heads(self, windows: Mapping[int, Window]) -> list[Window]:
-        """The windows that are due first; nodes wait for their commit before they serve later ones. None while a window
-        is being committed."""
+        """The windows that are due first: nodes wait for their commit. None while a window is being committed."""
         if any(window.state == "closing" for window in windows.values()):
             return []
         waiting = {f: self._due(window) for f, window in windows.items() if window.state == "open" and window.waits}

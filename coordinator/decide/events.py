@@ -200,8 +200,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveAnchor:
-    """Receive the anchor that its sender was asked for. Answered by `AnchorStored`, `AnchorFailed`, or the session's
-    end."""
+    """Receive an anchor that was asked for. Answered by `AnchorStored`, `AnchorFailed`, or the session's end."""
 
     offer: Offer
     anchor: AnchorRef

@@ -342,8 +342,7 @@ class Ledger:
 
     @property
     def current_round(self) -> int:
-        """The round whose last slot is open, of the stage that is furthest behind; the last round once
-        all are final."""
+        """The round whose last slot is open, of the stage furthest behind; the last round once all are final."""
         return self.round_of_part(None)
 
     def round_of_part(self, part: Part) -> int:
@@ -392,11 +391,8 @@ class Ledger:
         return committed.anchor_digest if committed else None
 
     def updates_after(self, fragment: int, held: AnchorRef | None) -> list[Committed] | None:
-        """The commits from the anchor that a node holds to the current one; None if it needs a snapshot.
-
-        Updates are sent if all are remembered and they are no larger than a snapshot. An anchor with another digest is
-        of another history.
-        """
+        """The commits from the anchor that a node holds to the current one; None if it needs a snapshot: not all are
+        remembered, they are larger than a snapshot, or its anchor has another digest and so is of another history."""
         if held is None or held.digest != self.anchor_digest(fragment, held.version):
             return None
         missed = [self.commits.get((fragment, v)) for v in range(held.version + 1, self.versions[fragment] + 1)]

@@ -31,11 +31,8 @@ _MEMORY: Final = 16  # unanswered questions that are remembered: a node may leav
 
 
 class Evaluations:
-    """Evaluations that nodes were asked for; each may be answered once, by the node that was asked.
-
-    Evaluations are kept for the whole run and shown, so others are not accepted. Versions are those of the last
-    fragment.
-    """
+    """Evaluations that nodes were asked for; each may be answered once, by the node that was asked: all are kept for
+    the whole run and shown. Versions are those of the last fragment."""
 
     def __init__(self, ledger: Ledger) -> None:
         """Any node may answer the questions of an earlier incarnation once: which node it asked is not known."""

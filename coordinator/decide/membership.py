@@ -238,11 +238,8 @@ class Membership:
 
     def start_ready(self, now: float, boundary: Boundary) -> None:
         """Start ready nodes: at the run's beginning, at a boundary of slots or rounds, or at once if a window would
-        otherwise never reach its floor.
-
-        After a crash at the run's beginning, it begins with the nodes that are ready, that train already, or whose
-        deltas are stored.
-        """
+        otherwise never reach its floor. After a crash at the run's beginning, it begins with the nodes that are ready,
+        that train already, or whose deltas are stored."""
         begins = not self._run.begun
         if not self._ready and not begins:
             return
@@ -341,11 +338,9 @@ class Membership:
             self._send_grants(member, self._grant(member))
 
     def _grant_again(self, member: Member) -> None:
-        """Send a node's grants again: they may have been lost with the last session.
-
-        The samples of a node that was away for long may belong to others. How many it used is not known before it says
-        that it uses no more of them.
-        """
+        """Send a node's grants again: they may have been lost with the last session. The samples of a node that was
+        away for long may belong to others; how many it used is not known before it says that it uses no more of
+        them."""
         book, owner = self._ledger.leases, (member.name, member.incarnation)
         brings_own = not self._ledger.spec.identity.num_samples or not is_source(member.holds)
         member.let_go = bool(book.account(*owner).leases) or brings_own
@@ -399,8 +394,7 @@ class Membership:
         del self.members[node]
 
     def remove_overdue(self, now: float) -> None:
-        """Stop waiting for nodes that did not return in time, or that stall; free the samples of nodes that are away
-        for long."""
+        """Stop waiting for nodes that did not return in time or that stall; free the samples of those long away."""
         for member in self.members.values():
             if member.gone_at is not None and member.gone_at <= now:
                 self._remove(member, member.reason)

@@ -66,8 +66,7 @@ class Rewound:
 
 @_record(21)
 class AnchorFetched:
-    """A node sent an anchor that this state lacks. It counts once an `Adopted` names it. Attached: its bytes, as a
-    snapshot."""
+    """A node sent an anchor that this state lacks; it counts once an `Adopted` names it. Attached: a snapshot of it."""
 
     anchor: AnchorRef
     node: NodeId

@@ -185,9 +185,8 @@ class RollbackGuard:
         return dict(self._claims) if self._run.held is not None else {}
 
     def release(self, now: float, why: str) -> None:
-        """Keep out the nodes that hold the run until they withdraw their claims, and continue: at once if a node
-        contradicts them, else with the first node that has seen nothing newer. Does nothing if no node holds the
-        run."""
+        """Keep out the nodes that hold the run, if any do, until they withdraw their claims, and continue: at once if a
+        node contradicts them, else with the first node that has seen nothing newer."""
         if self._run.held is None:
             return
         for node, detail in self._claims.items():

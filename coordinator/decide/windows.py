@@ -118,11 +118,8 @@ class Window:
         return self.state == "closing" and not fits
 
     def begin_with(self, held: Mapping[BlobId, Offer], quorum: int | None) -> None:
-        """Take deltas that came while the previous window was closing, in order.
-
-        If every delta is an outer step of its own: a quorum of them, and those for which this is the last window; in
-        the run's last step, all.
-        """
+        """Take deltas that came while the previous window was closing, in order. If every delta is an outer step of its
+        own: a quorum of them, and those for which this is the last window; in the run's last step, all."""
         took = 0
         for blob, offer in held.items():
             if blob.fragment != self.terms.fragment:
@@ -182,11 +179,9 @@ class Window:
         return sorted(self.inputs.values(), key=lambda offer: sum_key(offer.contributors))
 
     def shares(self, rule: str = "tokens") -> tuple[Share, ...]:
-        """Weight of each input, in sum order, by a rule of `WEIGHT_RULES`, equal, or 1 for each in a sum.
-
-        In the last step of a run in which nodes finish with different amounts of work, all weigh the same: it gives the
-        mean of what they hold.
-        """
+        """Weight of each input, in sum order, by a rule of `WEIGHT_RULES`, equal, or 1 for each in a sum. In the last
+        step of a run in which nodes finish with different amounts of work, equal: it gives the mean of what they
+        hold."""
         offers = self.ordered()
         if not offers:
             return ()
@@ -203,8 +198,7 @@ class Window:
         )
 
     def drops(self) -> tuple[Drop, ...]:
-        """Nodes that were expected and not merged, with the reason. With staleness allowed, late deltas may still be
-        merged."""
+        """Nodes that were expected and not merged, with the reason; with staleness, late deltas may be merged yet."""
         absent = sorted((set(self.removed) if self.max_staleness else self.expected) - self.contributors)
         return tuple(Drop(node=node, reason=self.removed.get(node, Reason.LATE)) for node in absent)
 

@@ -283,8 +283,7 @@ class LinkMonitor:
 
 
 async def reaches(address: str, only: str | None) -> bool | None:
-    """Whether tcp://host:port accepts a connection; None if it is not tried. `only`: the only host that may be
-    dialled."""
+    """Whether tcp://host:port accepts a connection; None if it is not tried: `only` is the one host to be dialled."""
     try:
         there = parse_tcp(address)
     except ValueError:

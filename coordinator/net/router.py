@@ -179,8 +179,7 @@ class SessionRouter:
         self._peers = Peers(rates or RateLimits(), limits, timing, turned_away, new_token, self.uplink)
         self._egress = Egress(clock.now(), background_share)
         self._paced: OrderedDict[int, Peer] = OrderedDict()
-        """Sessions with a background blob to send, or where the uplink has a limit with any blob, in the order of their
-        turns."""
+        """Sessions with a background blob to send, or where the uplink has a limit any blob, in the order of turns."""
         self._dues: list[tuple[float, int, Peer]] = []
         """Heap of (when, number, session): for each session that has a timer, an entry no later than it is due."""
         self._timer: Timer | None = None
@@ -445,8 +444,7 @@ class SessionRouter:
             lane.backlog.append(parts)
 
     def _try_send(self, lane: Lane, parts: Sequence[Buffer]) -> bool:
-        """False when the lane is full. A session that has lost control, or its last bulk lane, ends: its node dials
-        again."""
+        """False when the lane is full. A session without control or any bulk lane ends: its node dials again."""
         peer = lane.peer
         if peer.session.state is State.CLOSED and lane.number > 0:
             return True

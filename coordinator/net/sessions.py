@@ -188,11 +188,8 @@ class Peer:
 
 
 class Peers:
-    """All sessions of one start of the coordinator.
-
-    A route belongs to no session until its first frame. A greeting begins a session; the token of an open session joins
-    the route to it. Anything else leaves only counters.
-    """
+    """All sessions of one start of the coordinator. A route belongs to no session until its first frame: a greeting
+    begins one, the token of an open session joins the route to it. Anything else leaves only counters."""
 
     def __init__(
         self,
@@ -227,7 +224,6 @@ class Peers:
         return len(self._peers)
 
     def lane(self, route: Route) -> Lane | None:
-        """The lane of a session that this route belongs to."""
         return self._lanes.get(route)
 
     def use(self, lane: Lane, descriptor: int) -> None:
@@ -237,7 +233,6 @@ class Peers:
             self._descriptors[descriptor] += 1
 
     def is_used(self, descriptor: int) -> bool:
-        """Whether a session uses the connection with this descriptor."""
         return descriptor in self._descriptors
 
     def on_first_frame(

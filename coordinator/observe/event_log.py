@@ -336,8 +336,7 @@ _COUNTERS = ("inner_steps", "lost_steps", "tokens", "bytes_up", "bytes_down", *B
 
 
 class Totals:
-    """Counters that never go back: a node that starts again counts from 0, the sums go on; one that is forgotten stays
-    in them."""
+    """Counters that never go back, although a node that starts again counts from 0; forgotten nodes stay in them."""
 
     def __init__(self, parameters: int = 0) -> None:
         """`parameters` of the model: a node that does not hold a part of it holds it all."""

@@ -218,7 +218,6 @@ class Metrics:
         self.node_bytes_of = cache(self.node_bytes.labels)  # ten of each report; they are never removed
 
     def count_samples(self, samples: SamplesStatus) -> None:
-        """What became of the samples so far, from the ledger's numbers."""
         for outcome in ("granted", "trained", "returned", "uncertain"):
             self._count_to(self.samples.labels(outcome), samples[outcome])
 
@@ -230,7 +229,6 @@ class Metrics:
         self._loss.set(loss)
 
     def describe(self, run: str, terms: Terms, version: str, folder: Path) -> None:
-        """Which run this is, which version coordinates it, and where its state is kept."""
         self.info.labels(run, terms.method, terms.codecs.up, terms.codecs.down, version).set(1)
         self._disk = BackgroundWriter[Path]("disk usage", self._measure, 1)  # a file system may not answer
         self._folder = folder
@@ -252,7 +250,6 @@ class Metrics:
         self._disk.put(self._folder)
 
     def window_closed(self, line: DecisionEvent) -> None:
-        """A window is over, with these times and these deltas."""
         phases = {
             "collecting": line["open_s"],
             "to_quorum": line["quorum_s"],
@@ -294,15 +291,13 @@ class Metrics:
             self.node_skipped.labels(name).set(node["skipped_turns"])
 
     def set_links(self, inventory: InventoryStatus) -> None:
-        """The links as they are known now: series by both ends, as many as there are measured directions, and at most
-        `MOST_SERIES`."""
+        """The links as they are known now: series by both ends for each measured direction, at most `MOST_SERIES`."""
         links = inventory["links"][:MOST_SERIES]
         for name, gauge in self._links.items():
             values = {(link["from"], link["to"]): link[name] for link in links}  # type: ignore[literal-required]
             self._show(gauge, {ends: value for ends, value in values.items() if value is not None})
 
     def set_versions(self, machines: Sequence[MachineStatus]) -> None:
-        """Which version of farloop each connected node runs."""
         self._show(self._node_info, {(told["name"], told["farloop"]): 1 for told in machines if told["connected"]})
 
     def set_keys(self, allowed: Iterable[tuple[AllowedKey, float]], now_s: float) -> None:
@@ -318,7 +313,6 @@ class Metrics:
             self._objects.labels(direction).inc(num_bytes)
 
     def set_uplink(self, uplink: UplinkStatus) -> None:
-        """The limit on what is sent, and how long blobs have waited for it."""
         self._uplink_limit.set(uplink["bytes_per_s"] or 0.0)
         self._count_to(self._uplink_held, uplink["held_s"])
 

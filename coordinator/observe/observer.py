@@ -147,7 +147,6 @@ class Observer:
         self._happenings.on_disconnect(node, reason, detail, machine, time.monotonic())
 
     def turned_away(self, reason: Reason, who: str) -> None:
-        """A greeting, a frame or a key was rejected."""
         self._happenings.turned_away(reason, who, time.monotonic())
 
     def says_good_bye(self, reason: Reason) -> None:
@@ -260,8 +259,7 @@ class Observer:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the status was made, or tried for the first time: it is made every second while the loop
-        turns."""
+        """Seconds since the status was made, or tried first: it is made every second while the loop turns."""
         return time.monotonic() - self._refreshed
 
     def _alarms(self, machine: CoordinatorMachine) -> dict[str, str]:

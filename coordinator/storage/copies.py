@@ -62,11 +62,8 @@ class StateCopy:
 
     @classmethod
     def of(cls, ledger: rec.LedgerSaved, buffers: Sequence[Buffers]) -> "StateCopy":
-        """Make it in the storage thread, where both agree.
-
-        Its ledger lacks what the copy lacks: undecided deltas, and updates; of the newest commit only the announcement
-        stays, for the anchor's digest.
-        """
+        """Make it in the storage thread, where both agree. Its ledger lacks what the copy lacks: undecided deltas, and
+        updates; of the newest commit only the announcement stays, for the anchor's digest."""
         fragments = ledger.spec.identity.layout.fragments
         newest = tuple(
             dataclasses.replace(c, size=more_than_a_snapshot(fragments[c.fragment]))

@@ -54,8 +54,7 @@ def claim_epoch(directory: Path, *, seen: int = 0, files: Files = DISK) -> int:
 
 def claimed_epoch(directory: Path, files: Files = DISK) -> int:
     """The highest epoch claimed in `directory`; 0 for none. Changes nothing.
-    Raises NoRoom: no descriptor is left to read it; try again. Raises StorageFailed: the file could not be read, or is
-    not an epoch file."""
+    Raises NoRoom: no descriptor is left to read it; try again. Raises StorageFailed: it cannot be read, or is none."""
     path = directory / _EPOCH_FILE
     try:
         content = files.read_bytes(path)
@@ -289,8 +288,7 @@ class Journal:
         return journal
 
     def look_again(self) -> Segments | None:
-        """The journal's segments if it changed since it was read, else None. Call it with the epoch claimed. Raises as
-        `look`."""
+        """The segments if the journal changed since it was read; call it with the epoch claimed. Raises as `look`."""
         assert self._open_tail is None
         numbers = segment_numbers(self._directory, self._files)
         if self._last is None:
@@ -497,8 +495,7 @@ class Journal:
 
     def require_ours(self) -> None:
         """See that nobody else has taken the folder over, or changed what this process alone may change.
-        Raises Fenced, FolderChanged: the journal cannot be used any more. Raises NoRoom: that cannot be found out
-        now."""
+        Raises Fenced, FolderChanged: the journal cannot be used any more. Raises NoRoom: it is not known now."""
         if not self._closed:
             self._require_usable()
         with self._fatal():

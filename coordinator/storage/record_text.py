@@ -74,7 +74,6 @@ def nodes_of(record: rec.Record) -> set[str]:
 
 
 def words(at: Entry) -> str:
-    """A record as a sentence."""
     size = size_text(at.attachment.size)
     match at.record:
         case rec.RunStarted(spec=spec, epoch=epoch):

@@ -171,8 +171,8 @@ class Attachments:
         """Drop places that are no longer needed. Returns the first segment that is.
 
         Needed are: undecided inputs; commits that a restart may repeat, from version `restart_from` of each fragment
-        on; those that a ledger remembers (the machine's may be one commit behind `ledger`); the inputs of these
-        commits; nodes' anchors that no snapshot holds yet; and what is being read.
+        on, or that a ledger remembers (the machine's may be one commit behind `ledger`), and their inputs; nodes'
+        anchors that no snapshot holds yet; and what is being read.
         """
         oldest = [
             min(version - HISTORY_VERSIONS, snapshot + 1)
@@ -354,8 +354,7 @@ class Recovery:
         return snapshots.of_buffers(identity.fingerprint(), index, first)
 
     def _restore(self, index: int, trusting: bool) -> tuple[Buffers, int]:
-        """The fragment's buffers, from its newest good snapshot and every later commit; the snapshot's version. Any
-        thread."""
+        """The buffers, from the newest good snapshot and every later commit; the snapshot's version. Any thread."""
         newest, fingerprint = self.ledger.versions[index], self.ledger.spec.identity.fingerprint()
         at_most = newest if self.older else None
         try:

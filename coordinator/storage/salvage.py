@@ -57,7 +57,6 @@ class Salvage:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Versions that the run continues from."""
         return self.cut.ledger.versions
 
     @property
@@ -87,7 +86,10 @@ def _newest_consistent(directory: Path, files: Files) -> Salvage:
     except (JournalCorrupt, StateMismatch) as error:  # no record says which run it is
         raise _nothing_left(directory, str(error)) from error
     for end in reversed(ends):
-        found = _taken(directory, items[:end], files)
+        found = Recovery.begin(directory, items[:end], files)
+        found.older = True
+        for item in items[:end]:
+            found.take(item)
         try:
             found.restore()
         except NoRoom:
@@ -142,8 +144,7 @@ def is_unfinished(directory: Path, files: Files = DISK) -> bool:
 
 def finish(directory: Path, files: Files = DISK) -> Path:
     """Go on with a salvage that was interrupted, where it stopped. Returns where the old files are.
-    Raises StateLocked, NoRoom, StorageFailed: as `carry_out`. Raises StateMismatch: the file that says how far it came
-    is not one."""
+    Raises StateLocked, NoRoom, StorageFailed: as `carry_out`. Raises StateMismatch: no file says how far it came."""
     with closing(files.lock(directory / "lock")):
         return _swap(directory, _step(directory, files), files)
 
@@ -203,7 +204,6 @@ def _move_state(source: Path, target: Path, files: Files) -> None:
 
 
 def _write(directory: Path, found: Salvage, files: Files) -> None:
-    """Write a folder like a restored copy."""
     fingerprint = found.cut.ledger.spec.identity.fingerprint()
     for fragment, buffers in enumerate(found.cut.buffers):
         snapshots.save(directory, snapshots.of_buffers(fingerprint, fragment, buffers), files)
@@ -214,17 +214,8 @@ def _write(directory: Path, found: Salvage, files: Files) -> None:
         journal.sync()
 
 
-def _taken(directory: Path, items: Items, files: Files) -> Recovery:
-    found = Recovery.begin(directory, items, files)
-    found.older = True
-    for item in items:
-        found.take(item)
-    return found
-
-
 def _candidates(directory: Path, items: Items, files: Files) -> tuple[list[Entry | Gap], list[int]]:
-    """The journal with a gap for every record that does not fit, and the ends up to which all fragments can be
-    restored."""
+    """The journal with a gap for every record that does not fit, and the ends up to which all can be restored."""
     found = Recovery.begin(directory, items, files)
     good = _good_snapshots(found)
     understood: list[Entry | Gap] = []

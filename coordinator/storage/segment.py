@@ -77,8 +77,7 @@ class Attachment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A record in its place in the journal. Two are equal by the digest of their bytes: a record with NaN in it is not
-    equal to itself."""
+    """A record in its place in the journal. Equal by the digest of their bytes: records may hold NaN."""
 
     sequence: int
     record: Record = field(compare=False)
@@ -312,7 +311,11 @@ def scan_segment(path: Path, number: int, files: Files = DISK, *, until: int | N
                 if offset != doubted:  # it may have been half written when it was read, and is whole by now
                     doubted, size = offset, opened.identity()[2]
                     continue
-            items.append(Gap(fault=fault or JournalCorrupt(path, offset, _damage(sequence, ahead))))
+            if fault is None:
+                by = ahead.proof
+                proof = "segments follow" if by is None else f"was durable when record {by} was written"
+                fault = JournalCorrupt(path, offset, f"record {sequence} is damaged, and {proof}")
+            items.append(Gap(fault=fault))
             if ahead.following is None:
                 break
             offset, sequence = ahead.following
@@ -320,11 +323,6 @@ def scan_segment(path: Path, number: int, files: Files = DISK, *, until: int | N
         path=path, salt=salt, first_sequence=first_sequence, items=tuple(items), next_sequence=sequence, end=end,
         torn_bytes=torn_bytes, size=size,
     )  # fmt: skip
-
-
-def _damage(sequence: int, ahead: "_Ahead") -> str:
-    proof = "segments follow" if ahead.proof is None else f"was durable when record {ahead.proof} was written"
-    return f"record {sequence} is damaged, and {proof}"
 
 
 def read_segment_header(file: BinaryIO, path: Path, number: int) -> tuple[int, int]:

@@ -149,8 +149,7 @@ def export(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, files: Files = DISK
 ) -> None:
     """Write named tensors as one safetensors file that other tools read: the final model.
-    Raises NoRoom: nothing was changed. Raises StorageFailed: the disk refused; a file that was there before is
-    untouched."""
+    Raises NoRoom: nothing was changed. Raises StorageFailed: the disk refused; a former file is untouched."""
     files.make_directory(path.parent)
     saveable = {name: _saveable(tensor) for name, tensor in tensors.items()}
     _write(path, saveable, {"format": "pt", **(metadata or {})}, files)
@@ -230,7 +229,6 @@ def _file_name(fragment: int, version: int) -> str:
 
 
 def versions_of(directory: Path, fragment: int, files: Files = DISK) -> list[int]:
-    """Versions of a fragment's snapshots, ascending."""
     folder = directory / "snapshots"
     names = files.names(folder) if files.is_directory(folder) else []
     return sorted(int(found[2]) for name in names if (found := _NAME.fullmatch(name)) and int(found[1]) == fragment)

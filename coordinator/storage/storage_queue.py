@@ -131,7 +131,12 @@ class StorageQueue:
             done(record)
             self._next_snapshot()
 
-        call = partial(self._commit, draft, result, reserved, in_store)
+        def call() -> rec.WindowCommitted:
+            record = self._store.commit(draft, result, reserved, in_store)
+            if self._beside is None:
+                self._store.take_snapshots()
+            return record
+
         self._once_there_is_room(_update(draft.fragment), call, over, self._fatal)
 
     def export(self, path: Path, done: Action) -> None:
@@ -151,10 +156,8 @@ class StorageQueue:
 
     def look(self) -> None:
         """Check that the state directory is still ours, if nothing was written for a while. To be called regularly.
-
-        Every write checks by itself. A coordinator that writes nothing, because its run is held or it waits for nodes,
-        would otherwise serve a directory that another one has taken over.
-        """
+        Every write checks by itself; a coordinator that writes nothing, because its run is held or it waits for nodes,
+        would otherwise serve a directory that another one has taken over."""
         if self._clock.now() - self._called_at < LOOK_S:
             return
 
@@ -237,12 +240,6 @@ class StorageQueue:
         self._worker.submit(call, done, failed)
 
     # --- In the worker
-
-    def _commit(self, draft: rec.WindowCommitted, result: Result, reserved: int, in_store: bool) -> rec.WindowCommitted:
-        record = self._store.commit(draft, result, reserved, in_store)
-        if self._beside is None:
-            self._store.take_snapshots()
-        return record
 
     def _append(self, record: rec.Record, attachment: bytes | bytearray = b"") -> None:
         self._store.append(record, attachment)

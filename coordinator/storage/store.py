@@ -266,11 +266,8 @@ class Store:
         self._take(self._journal.append(record, attachment))
 
     def sync(self) -> None:
-        """One fsync for all appends so far. Its failure is fatal.
-
-        Without a free descriptor to check the folder's owner it waits: the records are written, and a second try would
-        write them twice.
-        """
+        """One fsync for all appends so far. Its failure is fatal. Without a free descriptor to check the folder's owner
+        it waits: the records are written, and a second try would write them twice."""
         what = "epoch of the state folder"
         while True:
             try:
@@ -294,11 +291,9 @@ class Store:
     def compute(
         self, draft: rec.WindowCommitted, inputs: commits.Inputs, others: Sequence[commits.Delta] = ()
     ) -> Result:
-        """As `commits.compute`, for `commit`. Any thread, one at a time.
-
-        It is written over the fragment's buffers where nobody else may have them. Until the commit is durable nothing
-        takes them then but snapshots for nodes, which are told later.
-        """
+        """As `commits.compute`, for `commit`. Any thread, one at a time. It is written over the fragment's buffers
+        where nobody else may have them. Until the commit is durable nothing takes them then but snapshots for nodes,
+        which are told later."""
         fragment = draft.fragment
         before, alone = self.buffers[fragment], self._seize(fragment)
         try:

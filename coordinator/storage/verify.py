@@ -215,8 +215,7 @@ class _Damaged(StorageError):
 
 def verify(directory: Path, files: Files = DISK) -> Report:
     """Look at everything, as the disk has it and not the cache, where the system can do that.
-    Raises StateMismatch: there is no journal. Raises StorageFailed: the disk refused a read, and not for a file that is
-    damaged."""
+    Raises StateMismatch: there is no journal. Raises StorageFailed: the disk refused a read of sound bytes."""
     journal_folder(directory, files)
     _forget(directory, files)
     reports: list[Report] = []

@@ -113,7 +113,13 @@ class LockStep:
         while not self._reached and self._now < min(breaks_at, waits_until):
             seconds, busy = next(self._drawn)
             if self._now + seconds > breaks_at:
-                return self._break_off(breaks_at - self._now, busy, last=kind == "end")
+                # An event in the middle of a step: at the end of the case the part counts, else it is lost.
+                after_s = breaks_at - self._now
+                self._spend(after_s, busy=busy)
+                self._now += after_s
+                if kind == "end":
+                    self._useful_s += after_s * busy * self._working
+                return
             count = 1
             if self._regular:  # all steps take the same time: as many at once as fit
                 count = math.floor((min(breaks_at, waits_until, self._now + 1e9 * seconds) - self._now) / seconds)
@@ -139,13 +145,6 @@ class LockStep:
             self._unsaved_s += done
             self._unsaved_inner += count * nodes
         self._unsaved = fresh
-
-    def _break_off(self, after_s: float, busy: float, *, last: bool) -> None:
-        """An event in the middle of a step: at the end of the case the part counts, else it is lost."""
-        self._spend(after_s, busy=busy)
-        self._now += after_s
-        if last:
-            self._useful_s += after_s * busy * self._working
 
     def _spend(self, seconds: float, *, busy: float) -> None:
         """Book machine-seconds; `busy` is the share of the time that working machines compute."""
