@@ -191,8 +191,12 @@ def write(
     """
     layout = runnable(plan, next_epoch(path, now, epoch), keeps=now is not None)
     addresses = addresses_of(layout, inventory.nodes, where)
-    if now is not None:
-        layout = _with(away, layout, now.layout)
+    if now is not None:  # absent nodes stay in their former stages, on no path
+        stages = tuple(
+            replace(stage, replicas=(*stage.replicas, *(node for node in old.replicas if node in away)))
+            for stage, old in zip(layout.stages, now.layout.stages, strict=True)
+        )
+        layout = replace(layout, stages=stages)
         addresses |= {node: now.addresses[node] for stage in layout.stages for node in stage.replicas if node in away}
     outcome = Outcome(path=path, layout=layout, keeps=now is not None, step_s=plan.step_s, away=away)
     if now is not None:
@@ -205,15 +209,6 @@ def write(
     except OSError as error:
         raise cannot_write(path, error) from error
     return outcome
-
-
-def _with(away: frozenset[str], layout: StageLayout, before: StageLayout) -> StageLayout:
-    """The layout with these nodes in their former stages, on no path."""
-    stages = tuple(
-        replace(stage, replicas=(*stage.replicas, *(node for node in old.replicas if node in away)))
-        for stage, old in zip(layout.stages, before.stages, strict=True)
-    )
-    return replace(layout, stages=stages)
 
 
 def _beside(

@@ -40,11 +40,9 @@ def set_up(level: LogLevel, *, json_lines: bool = False, rank: int = 0) -> None:
 
 
 def pairs_of(message: str) -> dict[str, str]:
-    """The event and its fields: `commit fragment=0 why='all came'` → event, fragment, why.
-
-    What follows the pairs, as in `not saved fragment=1: no room; tried again`, is the field `detail`, whatever it
-    contains: a colon ends the pairs, so that the text of an error adds no fields.
-    """
+    """The event and its fields: `commit fragment=0 why='all came'` → event, fragment, why. What follows the pairs, as
+    in `not saved fragment=1: no room; tried again`, is the field `detail`, whatever it contains: a colon ends the
+    pairs, so that the text of an error adds no fields."""
     found = _PAIR.search(message)
     event = message[: found.start()].rstrip(" :") if found else message
     fields, end, last = {"event": event} if event else {}, len(message), ""

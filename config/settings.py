@@ -27,28 +27,13 @@ from farloop.algo.spec import Fragment, Layout
 from farloop.algo.validation import MOST_WHOLE, check
 from farloop.config.exit_codes import ExitCode
 from farloop.config.run_config import RunConfig, terms_of
-from farloop.config.sources import (
-    ConfigError,
-    Given,
-    dump_toml,
-    load_tables,
-    read_environment,
-    read_file,
-    read_flags,
-)
+from farloop.config.sources import ConfigError, Given, dump_toml, load_tables, read_environment, read_file, read_flags
 from farloop.coordinator.settings import CoordinatorConfig
 from farloop.monitoring.addresses import check_source, parse_each_tcp, parse_host_port, parse_tcp
 from farloop.monitoring.status import dumps
 from farloop.monitoring.units import ascii_number, is_digits, nearest
 from farloop.node.errors import LayoutError
-from farloop.node.settings import (
-    PRESETS,
-    DataConfig,
-    NodeConfig,
-    PipelineConfig,
-    Share,
-    located,
-)
+from farloop.node.settings import PRESETS, DataConfig, NodeConfig, PipelineConfig, Share, located
 from farloop.wire.keys import AllowList, load_publics, load_secret
 from farloop.wire.uplink import UplinkLimit, nearest_rate
 

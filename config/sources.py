@@ -88,8 +88,8 @@ def read_file(path: Path, known: Iterable[str]) -> list[Given]:
     for section, table in tables.items():
         where = _origin(path, lines.get((section, 0, ""), lines.get(("", 0, section))))
         if not isinstance(table, dict):
-            known = " or ".join(f"[{one}]" for one in sections)
-            raise ConfigError(f"{where}: {section} is outside of a section; put it below {known}")
+            below = " or ".join(f"[{one}]" for one in sections)
+            raise ConfigError(f"{where}: {section} is outside of a section; put it below {below}")
         if section not in sections:
             takes = {"run": "coordinator", "node": "node"}.get(section)
             hint = f"farloop {takes} takes such a file" if takes else nearest(section, sections)

@@ -283,11 +283,11 @@ async def _line(reader: asyncio.StreamReader) -> str:
 
 
 def answers_to(host: str | None, *, on_loopback: bool, names: str = "") -> bool:
-    """Whether a request with this `Host` header is answered.
+    """Whether a request with this `Host` header is answered. `names`: further ones, separated by commas; * accepts any.
 
     A web page elsewhere can make its own name resolve to this address (DNS rebinding), and a browser then lets it read
     the answers. That does not work with an IP address, with `localhost`, or with a name that is not public. On loopback
-    only the first two are accepted. `names`: others, separated by commas; * accepts any.
+    only the first two are accepted.
     """
     if host is None:  # no browser
         return True

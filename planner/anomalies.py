@@ -156,11 +156,9 @@ class Slow:
 
 
 def localise(delay_s: Mapping[tuple[int, int], float]) -> tuple[Slow, ...]:
-    """What is slow in a matrix of delays per byte, by (sender, receiver), of those that were measured.
-
-    L = log₂(M/median). A row whose median is above the limit is its sender, a column its receiver, both the host; a
-    cell that neither explains is its path.
-    """
+    """What is slow in a matrix of delays per byte, by (sender, receiver), of those that were measured. L =
+    log₂(M/median): a row whose median is above the limit is its sender, a column its receiver, both the host; a cell
+    that neither explains is its path."""
     cells = {(u, v): value for (u, v), value in delay_s.items() if u != v and value}
     if len(cells) < LEAST_NODES:
         return ()

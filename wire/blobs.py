@@ -105,11 +105,8 @@ class Ranges:
 
 
 class Reassembly:
-    """One blob on its way in: a buffer that takes any range, in any order, any number of times.
-
-    It belongs to the application and outlives a session: handed to `Session.expect` of the next one, the transfer
-    goes on at `received`.
-    """
+    """One blob on its way in: a buffer that takes any range, in any order, any number of times. It belongs to the
+    application and outlives a session: `Session.expect` of the next one goes on at `received`."""
 
     def __init__(self, size: int, digest: int, data: bytearray | None = None) -> None:
         """`data`: memory of this size for it; by default its own."""

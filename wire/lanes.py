@@ -82,11 +82,9 @@ class Lane:
 
 
 class Lanes:
-    """All that are open. Of those that take a chunk now, the one that will have brought it first gets it.
-
-    So a slow lane gets little, and all end together. Only the ratios of the rates matter: a lane that was given too
-    much is seen to be slow, and one that was given too little is soon empty, and then the first.
-    """
+    """All that are open. Of those that take a chunk now, the one that will have brought it first gets it: all end
+    together. Only the ratios of the rates matter: a lane that was given too much is seen to be slow, and one that was
+    given too little is soon empty, and then the first."""
 
     def __init__(self) -> None:
         self._lanes: dict[int, Lane] = {}

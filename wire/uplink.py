@@ -112,11 +112,9 @@ class UplinkLimit:
 
 
 class Uplink:
-    """What all sessions of an end may send together.
-
-    Chunks of blobs leave while the bucket is not in debt. Control messages leave at once and are counted, so that
-    blobs make room for them. What is counted is what ZeroMQ sends: headers of TCP/IP come on top.
-    """
+    """What all sessions of an end may send together. Chunks of blobs leave while the bucket is not in debt. Control
+    messages leave at once and are counted, so that blobs make room for them: by what ZeroMQ sends, without TCP/IP
+    headers."""
 
     def __init__(self, limit: UplinkLimit, minute: Callable[[], int], now: float) -> None:
         """`minute`: of the day, in local time."""

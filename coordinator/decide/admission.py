@@ -111,12 +111,9 @@ def work_untrue(offer: Offer, ledger: Ledger) -> str | None:
 
 
 def steps_at_most(ledger: Ledger, fragment: int, base: int, node: NodeId) -> int:
-    """Most inner steps that a delta of this base can hold.
-
-    The rounds since the base was made, and the round that the node was in when it got the base; after that it jumps to
-    the run's round. The base's round is taken from the last slot's windows, which may lag by one round, or by as many
-    updates as may be late if nodes do not wait.
-    """
+    """Most inner steps that a delta of this base can hold: the rounds since the base was made, and the round that the
+    node was in when it got the base; after that it jumps to the run's round. The base's round is taken from the last
+    slot's windows, which may lag by one round, or by as many updates as may be late if nodes do not wait."""
     kept, plans = [revision.terms for revision in ledger.revisions.kept], ledger.rounds.values()
     behind = (
         max(terms.schedule.max_stale_rounds for terms in kept) if kept[0].schedule.on_late_update == "continue" else 1
@@ -183,11 +180,8 @@ _NEVER_NEGATIVE: Final = (
 
 
 def _tokens_untrue(tokens: int, steps: int, ledger: Ledger, holds: Part) -> str | None:
-    """Whether an inner step claims more tokens than the run's batch, if the coordinator grants the samples.
-
-    A node that holds a part of the model reports what passed through it: a source's own samples, less lost ones, or
-    those of any number of sources.
-    """
+    """Whether an inner step claims more tokens than the run's batch, if the coordinator grants the samples. A node that
+    holds a part of the model reports what passed through it: of any number of sources, or its own, less lost ones."""
     terms = ledger.spec.terms
     if ledger.spec.identity.num_samples:
         granted = steps * terms.inner.batch_sequences * terms.inner.sequence_tokens

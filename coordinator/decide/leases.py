@@ -180,7 +180,7 @@ class Leases:
             return 0
         used = min(stored, account.granted)
         free = account.not_in(used)
-        self.returned = _joined(_by_position([*self.returned, *free]))
+        self.returned = _joined([*self.returned, *free])
         self.uncertain_total += max(0, account.consumed - used)
         self.ended[owner] = Account(retired=account.granted, consumed=max(account.consumed, used))
         while len(self.ended) > ENDED_KEPT:
@@ -192,17 +192,15 @@ class Leases:
     def free_after_reports(
         self, unused: Mapping[Owner, Sequence[Lease]], granted_to: int
     ) -> tuple[int, tuple[Lease, ...], int]:
-        """The free samples if this record is an old copy and these owners report what they have left. Changes nothing.
-
-        Returns the frontier, the free ranges, and how many samples in them may have been trained on since the copy:
-        those that were free in it, or held by an owner that reports nothing. Everything else granted since counts as
-        trained, so that few samples come twice.
-        """
+        """(frontier, free ranges, uncertain samples) if this record is an old copy and these owners report what they
+        have left. Uncertain are samples of the free ranges that may have been trained on since the copy: those that
+        were free in it, or held by an owner that reports nothing. Everything else granted since counts as trained, so
+        that few samples come twice. Changes nothing."""
         told = [lease for leases in unused.values() for lease in leases]
         silent = list(self.returned)
         for owner in self.held.keys() - unused.keys():
             silent += self.held[owner].not_in(self.held[owner].stored)
-        certain, free = _joined(_by_position(told)), _joined(_by_position([*told, *silent]))
+        certain, free = _joined(told), _joined([*told, *silent])
         count = sum(lease.count for lease in free)
         frontier = max([self.frontier, granted_to, *(lease.start + lease.count for lease in free)])
         return frontier, tuple(free), count - sum(lease.count for lease in certain)
@@ -231,14 +229,10 @@ class Leases:
         assert 0 <= self.trained_total <= self.frontier and self.uncertain_total >= 0
 
 
-def _by_position(leases: Iterable[Lease]) -> list[Lease]:
-    return sorted(leases, key=lambda lease: (lease.start, lease.count))
-
-
-def _joined(leases: list[Lease]) -> list[Lease]:
-    """Sorted ranges, joined where they touch or overlap."""
+def _joined(leases: Iterable[Lease]) -> list[Lease]:
+    """The ranges in order, joined where they touch or overlap."""
     joined: list[Lease] = []
-    for lease in leases:
+    for lease in sorted(leases, key=lambda lease: (lease.start, lease.count)):
         before = joined[-1] if joined else None
         if before is not None and before.start + before.count >= lease.start:
             end = max(before.start + before.count, lease.start + lease.count)

@@ -179,20 +179,17 @@ class Ledger:
             case rec.TermsChanged(revision=revision):
                 self._revise(revision)
             case rec.KeysChanged():
-                self._change_keys(record)
+                self.keys.append(record)
+                since, old = self.allowed, self.keys[:-KEY_CHANGES_KEPT]
+                still = [
+                    replace(c, added=tuple(key for key in c.added if since.get(key) == c.time_s), removed=())
+                    for c in old
+                ]
+                self.keys = [change for change in still if change.added] + self.keys[-KEY_CHANGES_KEPT:]
             case rec.RunFinished():
                 self.finished = True
             case rec.RunStarted() | rec.LedgerSaved() | rec.SnapshotTaken() | rec.AnchorFetched():
                 pass  # the first two open a journal, and say nothing new in it; the others matter to the store alone
-
-    def _change_keys(self, record: rec.KeysChanged) -> None:
-        self.keys.append(record)
-        since, old = self.allowed, self.keys[:-KEY_CHANGES_KEPT]
-        still = (
-            replace(change, added=tuple(key for key in change.added if since.get(key) == change.time_s), removed=())
-            for change in old
-        )
-        self.keys = [change for change in still if change.added] + self.keys[-KEY_CHANGES_KEPT:]
 
     @property
     def allowed(self) -> dict[rec.AllowedKey, float]:

@@ -12,8 +12,9 @@ numbers below are what they are.
 
 import dataclasses
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median, median_low
 from typing import Final, Literal
 
 from farloop.algo import schedule
@@ -53,11 +54,9 @@ class _Length:
     rate: float  # learning rate
 
     def as_long_as(self, work: "_Length") -> float:
-        """The largest norm that a delta of other work may have, if this one is usual.
-
-        More or larger steps allow a larger norm in proportion. Fewer or smaller steps lower nothing: how much of a path
-        leads back is not known, and a band that is too narrow costs more than one that is too wide.
-        """
+        """The largest norm that a delta of other work may have, if this one is usual. More or larger steps allow a
+        larger norm in proportion. Fewer or smaller ones lower nothing: how much of a path leads back is not known, and
+        too narrow a band costs more than too wide a one."""
         rate = work.rate / self.rate if self.rate > 0.0 else 1.0
         return self.norm * max(1.0, work.steps / self.steps) * max(1.0, rate)
 
@@ -83,11 +82,8 @@ class Screening:
         return any(screens_deltas(terms) for terms in self.revisions.from_window(fragment, window))
 
     def in_quarantine(self, nodes: Collection[NodeId]) -> dict[NodeId, str]:
-        """Nodes whose deltas are not merged, with the reason.
-
-        Always fewer than half of `nodes`, which take part: if that many disagree, it is unknown which are right, and
-        every delta is judged by itself.
-        """
+        """Nodes whose deltas are not merged, with the reason: always fewer than half of `nodes`, which take part. If
+        that many disagree, it is unknown which are right, and every delta is judged by itself."""
         whys = {node: self.standings[node].why for node in nodes if node in self.standings}
         found = {node: why for node, why in whys.items() if why}
         return found if 2 * len(found) < len(nodes) else {}
@@ -199,7 +195,12 @@ class Screening:
             self.standings.clear()
         elif not self._is_averaged(record.fragment):
             self._remember(record, inputs, rate_of(terms, rounds[record.round]))
-            for node, struck, side, why in self._outcomes(record):
+            marks = [(addend.blob.node, False, addend.cosine, "") for addend in record.blobs]
+            for one in record.refused:
+                if one.strikes or one.reason is Reason.QUARANTINED:
+                    marks.append((one.blob.node, one.strikes, one.cosine, one.detail))
+            for node, struck, cosine, why in marks:
+                side = _side(cosine, few=len(record.blobs) < WITNESSES)
                 self.standings[node] = _after(self.standings.get(node, rec.Standing(node=node)), struck, side, why)
         # Without a mark on them nothing is known of most nodes, and nothing need be kept.
         self.standings = {n: s for n, s in self.standings.items() if s.why or s.strikes or s.against}
@@ -229,15 +230,6 @@ class Screening:
                 new.append(one)
         kept = [one for one in self.seen.get(record.fragment, ()) if one.version > record.version - MEMORY]
         self.seen[record.fragment] = kept + new
-
-    def _outcomes(self, record: rec.WindowCommitted) -> Iterator[tuple[NodeId, bool, "_Side", str]]:
-        """Of every delta: its node, whether it is a strike, its side, and the sentence."""
-        few = len(record.blobs) < WITNESSES
-        for addend in record.blobs:
-            yield addend.blob.node, False, _side(addend.cosine, few=few), ""
-        for refusal in record.refused:
-            if refusal.strikes or refusal.reason is Reason.QUARANTINED:
-                yield refusal.blob.node, refusal.strikes, _side(refusal.cosine, few=few), refusal.detail
 
 
 _Side = Literal["with", "against", "none", "unknown"]
@@ -317,25 +309,19 @@ def _too_long(
     norms among these of the offer's own node.
     """
     known = len(usual) >= ENOUGH
-    if known and work.norm <= band * _middle(usual):
+    if known and work.norm <= band * median(usual):
         return None
     peers = list(peers)
     for one in own:
         del peers[bisect_left(peers, one)]
     if known:
-        allowed = max([_middle(usual), *([peers[(len(peers) - 1) // 2]] if peers else [])])
+        allowed = max([median(usual), *([median_low(peers)] if peers else [])])
     elif others := sorted([*usual, *peers]):
         few = len(others) < WITNESSES
-        allowed, band = others[-1] if few else _middle(others), FIRST * band
+        allowed, band = others[-1] if few else median(others), FIRST * band
     else:
         return None
     if work.norm <= band * allowed:
         return None
     detail = f"its norm is {work.norm:.3g}, and {allowed:.3g} is usual: {band:g} times as much is too long"
     return _refusal(offer, Reason.OUTLIER, detail, strikes=known or len(peers) > 1)
-
-
-def _middle(ordered: Sequence[float]) -> float:
-    """The median of numbers in ascending order."""
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2

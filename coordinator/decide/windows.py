@@ -75,10 +75,9 @@ class Window:
     def toward_quorum(self) -> int:
         """Contributions that count for a quorum.
 
-        Late deltas do not count: they must not use up a round's window. If nodes train while they wait, neither do
-        deltas without a step, from a node that stalls or finished early. They close a window when no other node is
-        expected; else such a node would send one after the other as fast as the network allows, and no other node's
-        would be in time.
+        Late deltas do not: they must not use up a round's window. If nodes train while they wait, neither do deltas
+        without a step, from a node that stalls or finished early, until no other node is expected: such a node would
+        send one after the other as fast as the network allows, and no other node's would be in time.
         """
         if not self.max_staleness:
             return len(
@@ -131,11 +130,9 @@ class Window:
                 took += counts
 
     def why_close(self, quorum: int | None, floor: int, *, patient: bool = False) -> str | None:
-        """Why the window closes now, as a sentence; None while it stays open.
-
-        `quorum` None waits for all expected nodes. Below `floor` contributions the window is held, unless deltas were
-        refused: then it ends without any. `patient`: the quorum is not enough yet.
-        """
+        """Why the window closes now, as a sentence; None while it stays open. `quorum` None waits for all expected
+        nodes. Below `floor` contributions it is held; if deltas were refused, it ends without any. `patient`: the
+        quorum is not enough yet."""
         came = len(self.contributors)
         if self.state != "open":
             return None
@@ -211,11 +208,9 @@ class Window:
         following: Terms | None = None,
         before: Collection[NodeId] | None = None,
     ) -> WindowCommitted:
-        """The window's commit without the update and its digests.
-
-        `spec` has this window's terms, `following` those of the next one, if they differ. `served`: nodes that
-        contributed to earlier windows of this round. `before`: those that made the version before.
-        """
+        """The window's commit without the update and its digests. `spec` has this window's terms, `following` those of
+        the next one, if they differ. `served`: nodes that contributed to earlier windows of this round. `before`: those
+        that made the version before."""
         terms = spec.terms
         sums = terms.outer.merge == DISJOINT_SUM
         shares = self.shares(DISJOINT_SUM if sums else method_named(terms.method).weights)

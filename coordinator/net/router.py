@@ -169,10 +169,8 @@ class SessionRouter:
         check: bool = False,
     ) -> None:
         """`check` asserts the sessions' invariants and raises unexpected errors, for tests and simulations.
-
-        `turned_away` is called for every peer and frame that is rejected: the reason, and the key or address.
-        `uplink`: what this end may send, over all sessions.
-        """
+        `turned_away` is called for every peer and frame that is rejected: the reason, and the key or address. `uplink`:
+        what this end may send, over all sessions."""
         self._socket, self._clock, self._on_event = socket, clock, on_event
         self._turned_away, self._check = turned_away, check
         self.uplink = Uplink(uplink, clock.minute_of_day, clock.now()) if uplink else None
@@ -198,11 +196,9 @@ class SessionRouter:
 
     @contextlib.contextmanager
     def working_for(self, peer: Peer) -> Iterator[Session]:
-        """Do all work for one session in this context. What the session wants to send leaves at its end.
-
-        An error inside ends this session with a reason; only `OF_THE_PROCESS` is raised. The rest of the block is then
-        skipped: leave nothing half done.
-        """
+        """Do all work for one session in this context. What the session wants to send leaves at its end. An error
+        inside ends this session with a reason; only `OF_THE_PROCESS` is raised. The rest of the block is then skipped:
+        leave nothing half done."""
         with self._contained(peer):
             yield peer.session
         self.flush(peer)

@@ -382,12 +382,9 @@ class Journal:
             _log.info("journal pruned path=%s", path)
 
     def reserve(self, attachment_bytes: int) -> None:
-        """Set room aside for one append of up to `attachment_bytes`, so that a full disk shows before the work.
-
-        It is held, whatever else is appended, until `append(..., reserved=attachment_bytes)` or
-        `release(attachment_bytes)`.
-        Raises NoRoom: nothing was changed.
-        """
+        """Set room aside for one append of up to `attachment_bytes`, so that a full disk shows before the work. It is
+        held until `append(..., reserved=attachment_bytes)` or `release(attachment_bytes)`. Raises NoRoom: nothing was
+        changed."""
         room = attachment_bytes + RECORD_ROOM
         self.require_ours()
         self._make_room(room)
@@ -525,11 +522,9 @@ class Journal:
             self._rotate(room)
 
     def _rotate(self, room: int) -> None:
-        """Finish the segment and begin the next, with the reservations.
-
-        The new one is allocated before the old one is finished, so a full disk changes nothing. The old one is whole
-        and durable before the new one exists, so only the last segment can have a torn tail.
-        """
+        """Finish the segment and begin the next, with the reservations. The new one is allocated first, so a full disk
+        changes nothing. The old one is whole and durable before the new one exists, so only the last segment can have a
+        torn tail."""
         old, salt = self._tail, secrets.randbits(64)
         opening: tuple[Bytes, ...] = ()
         if self._summarise is not None:

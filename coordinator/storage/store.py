@@ -350,12 +350,10 @@ class Store:
         _save_snapshot(self.directory, self.ledger.spec, cut.fragment, cut.buffers, self._files)
 
     def saved(self, cut: Cut, refused: NoRoom | None = None) -> None:
-        """Note in the journal what was saved, and delete segments that are no longer needed.
-
-        Once every fragment has a snapshot since the current segment began, a new segment begins. It repeats the ledger,
-        so damage in an older segment does not invalidate later records (`recovery.py`). A full disk is no error here:
-        the next restart has more to repeat.
-        """
+        """Note in the journal what was saved, and delete segments that are no longer needed. Once every fragment has a
+        snapshot since the current segment began, a new segment begins: it repeats the ledger, so damage in an older one
+        does not invalidate later records (`recovery.py`). A full disk is no error here: the next restart has more to
+        repeat."""
         self._saving = None
         if refused is not None:
             behind, tail = cut.tail, self._tails[cut.fragment]

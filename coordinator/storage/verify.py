@@ -15,15 +15,7 @@ from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.files import DISK, Files
 from farloop.coordinator.storage.journal import claimed_epoch
 from farloop.coordinator.storage.recovery import buffers_of, refusal
-from farloop.coordinator.storage.segment import (
-    Attachment,
-    Entry,
-    Gap,
-    Items,
-    Segments,
-    segment_numbers,
-    segment_path,
-)
+from farloop.coordinator.storage.segment import Attachment, Entry, Gap, Items, Segments, segment_numbers, segment_path
 from farloop.coordinator.storage.state_reader import attached, journal_folder, ledger_of, steadily, with_ledger
 from farloop.quant.digest import digest
 from farloop.quant.errors import BadBlob, NonFiniteError
