@@ -109,8 +109,10 @@ class SnapshotService:
         return True
 
     def next(self, versions: Sequence[int], num_bytes: Callable[[int], int]) -> SnapshotRequest | None:
-        """Whose turn it is; None while no node asks, all that do are being served, or there is no room for a copy.
-        `versions`: the current one of every fragment. `num_bytes`: of an encoded copy of a fragment."""
+        """Whose turn it is; None while no node asks, all that do are served, or there is no room for a copy.
+
+        `versions`: the current one of every fragment. `num_bytes`: of an encoded copy of a fragment.
+        """
         for session, wanted in self._asked.items():
             if session in self._under_way:
                 continue
@@ -236,13 +238,8 @@ class Downloads:
         if copy is None or session.state is not State.OPEN:
             return self.gone(number)
         offer = Offer(blob=copy.blob, size=len(copy.data), digest=copy.digest)
-        bulk = self._bulk
-        if (
-            copy.in_store
-            and bulk is not None
-            and bulk.is_open(node)
-            and (place := bulk.place(copy.blob, "GET", copy.key))
-        ):
+        bulk = self._bulk if copy.in_store else None
+        if bulk is not None and bulk.is_open(node) and (place := bulk.place(copy.blob, "GET", copy.key)):
             session.send(place, now)
         try:
             session.send_blob(offer, BytesSource(copy.data), background=True)

@@ -102,8 +102,10 @@ class DeltaIntake:
         by_store: bool = False,
     ) -> str | None:
         """Receive a delta over this session, or by the store into `memory`. Returns a sentence if its size is wrong.
+
         `codec_up` is that of the window that the delta names; `window` is the open one, perhaps a later one. Nothing is
-        requested if the window closed meanwhile, or if the bytes are here and `Stored` is on its way."""
+        requested if the window closed meanwhile, or if the bytes are here and `Stored` is on its way.
+        """
         if window is None or not window.admits(offer) or offer.blob in self._keeping:
             return None
         codec = codec_named(codec_up)

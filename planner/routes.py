@@ -37,12 +37,11 @@ class _Sharing:
     ) -> None:
         self._work, self._message_s, self._length = work, message_s, length
         self._both = [[there + message_s[v][u] for v, there in enumerate(row)] for u, row in enumerate(message_s)]
-        self._stages = max(stage_of) + 1
+        self._stage_of, self._stages = stage_of, max(stage_of) + 1
         self._replicas = [[node for node, own in enumerate(stage_of) if own == s] for s in range(self._stages)]
         self._sources = self._replicas[0]
         others = max(1, self._stages - 1)
-        homes = {node: stage for stage, several in enumerate(self._replicas) for node in several}
-        self._cost = [(1.0 + work.backward) * work.forward_s(node, homes[node]) for node in range(len(stage_of))]
+        self._cost = [(1.0 + work.backward) * work.forward_s(node, stage) for node, stage in enumerate(stage_of)]
         self._near: dict[tuple[int, int], list[int]] = {}  # (node, stage) → the stage's replicas, nearest first
         self._cap = -(-len(self._sources) * (length - 1) // others)
         self._jump = limits.max_jump
@@ -112,8 +111,7 @@ class _Sharing:
                 "give nodes more slots, or other stages more nodes"
             )
         _, nodes = min((cost + both[node][source], path) for (_, node), (cost, path) in reached.items())
-        home = {node: stage for stage, several in enumerate(self._replicas) for node in several}
-        stages = tuple(home[node] for node in nodes)
+        stages = tuple(self._stage_of[node] for node in nodes)
         assert not order_fault(
             stages, OrderLimits(max_jump=self._jump, max_swap=0, max_swaps=0, max_swapped=IN_ORDER.max_swap)
         )
@@ -325,8 +323,7 @@ def _planned(task: Task, *, by_speed: bool) -> Paths:
             break
         work = again
     assert best is not None
-    _, chains, work = best
-    return _finished(task, chains, work)
+    return _finished(task, *best[1:])
 
 
 def _finished(task: Task, chains: Chains, work: Work) -> Paths:

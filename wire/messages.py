@@ -559,14 +559,11 @@ def unpack(data: bytes | memoryview) -> Any:
 
 
 def encode(message: Message) -> bytes:
-    cls = type(message)
-    if cls is not Committed:
-        return pack([NUMBERS[cls], cls not in _OPTIONAL, to_plain(message)])
-    # One goes to all nodes, and names all of them: it is encoded once.
-    last, data = _last_commit[0]
+    cls, (last, data) = type(message), _last_commit[0]
     if last is not message:
         data = pack([NUMBERS[cls], cls not in _OPTIONAL, to_plain(message)])
-        _last_commit[0] = message, data
+        if cls is Committed:  # one goes to all nodes, and names all of them: it is encoded once
+            _last_commit[0] = message, data
     return data
 
 

@@ -180,9 +180,9 @@ class Ledger:
                 self._revise(revision)
             case rec.KeysChanged():
                 self.keys.append(record)
-                since, old = self.allowed, self.keys[:-KEY_CHANGES_KEPT]
+                allowed, old = self.allowed, self.keys[:-KEY_CHANGES_KEPT]
                 still = [
-                    replace(c, added=tuple(key for key in c.added if since.get(key) == c.time_s), removed=())
+                    replace(c, added=tuple(key for key in c.added if allowed.get(key) == c.time_s), removed=())
                     for c in old
                 ]
                 self.keys = [change for change in still if change.added] + self.keys[-KEY_CHANGES_KEPT:]

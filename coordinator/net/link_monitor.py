@@ -220,8 +220,7 @@ class LinkMonitor:
         gone = peer is None or peer.session.state is not State.OPEN
         if not gone and running.quiet and now < running.ends_by:
             return
-        why = "it takes too long" if running.quiet else "other bytes wait"
-        why = "its session is over" if gone else why
+        why = "its session is over" if gone else "it takes too long" if running.quiet else "other bytes wait"
         _log.info("probe cancelled node=%s upward=%s why=%r", running.node, running.upward, why)
         self._peer = None
         self._prober.finish(now, learned=False)
@@ -245,9 +244,8 @@ class LinkMonitor:
     def _candidates(self, here: Mapping[NodeId, Peer], now: float) -> Iterator[Candidate]:
         for node, peer in here.items():
             rtt_s = self.matrix.rtt_s(node, COORDINATOR)
-            if rtt_s is None or len(peer.session.round_trips) < ROUND_TRIPS:
-                continue
-            if peer.session.state is not State.OPEN:  # sending found its connection broken
+            is_open = peer.session.state is State.OPEN  # else sending found its connection broken
+            if rtt_s is None or len(peer.session.round_trips) < ROUND_TRIPS or not is_open:
                 continue
             for upward, ends in ((True, (node, COORDINATOR)), (False, (COORDINATOR, node))):
                 age_s, changed = self.matrix.age_s(ends, now), self.matrix.changed(ends)
@@ -304,11 +302,9 @@ async def reaches(address: str, only: str | None) -> bool | None:
 def _is_busy(session: Session, probed: bool, now: float) -> bool:
     """Whether a transfer of this session waits, other than a probe."""
     transfers = session.transfers
-    if transfers.live_in_flight:
-        return True
-    return not probed and (
-        transfers.background_in_flight > 0 or session.blob_waits(now) is True or transfers.meter.busy
-    )
+    if probed or transfers.live_in_flight:
+        return transfers.live_in_flight > 0
+    return transfers.background_in_flight > 0 or session.blob_waits(now) is True or transfers.meter.busy
 
 
 def _blob(running: Running) -> BlobId:

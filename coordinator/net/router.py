@@ -168,8 +168,8 @@ class SessionRouter:
         uplink: UplinkLimit | None = None,
         check: bool = False,
     ) -> None:
-        """`check` asserts the sessions' invariants and raises unexpected errors, for tests and simulations.
-        `turned_away` is called for every peer and frame that is rejected: the reason, and the key or address. `uplink`:
+        """`check` asserts the sessions' invariants and raises unexpected errors, for tests and simulations;
+        `turned_away` is called for every peer and frame that is rejected: the reason, and the key or address; `uplink`:
         what this end may send, over all sessions."""
         self._socket, self._clock, self._on_event = socket, clock, on_event
         self._turned_away, self._check = turned_away, check

@@ -153,7 +153,7 @@ class Observer:
         self._happenings.add("farewell", "", reason, "", time.monotonic())
 
     def on_committed(self, record: rec.WindowCommitted, result: Result, merge_s: float, journal_s: float) -> None:
-        names = [share.node for share in record.merged]
+        names: list[str] = [share.node for share in record.merged]
         self._happenings.on_committed(record, time.monotonic())
         self._diary.on_computed(record.fragment, result.delta_norm, merge_s, journal_s)
         self._merged[record.fragment] = names

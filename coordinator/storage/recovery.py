@@ -245,18 +245,13 @@ class Recovery:
     @classmethod
     def begin(cls, directory: Path, items: Items, files: Files = DISK) -> "Recovery":
         """Begin with the first record that allows it. Raises JournalCorrupt, StateMismatch: there is none."""
-        for item in items:
-            lost = item is not items[0]
-            match item:
-                case Entry(record=record) if item.begins_a_journal:
-                    return cls(directory=directory, files=files, ledger=ledger_of(directory, record), lost=lost)
-                case Entry() if not any(isinstance(other, Gap) for other in items):
-                    raise Inconsistent(directory, "its journal does not begin with a run's start")
-                case _:
-                    pass
-        for item in items:
-            if isinstance(item, Gap):
-                raise item.fault
+        gaps = [item for item in items if isinstance(item, Gap)]
+        for item in items if gaps else items[:1]:
+            if isinstance(item, Entry) and item.begins_a_journal:
+                ledger = ledger_of(directory, item.record)
+                return cls(directory=directory, files=files, ledger=ledger, lost=item is not items[0])
+        if gaps:
+            raise gaps[0].fault
         raise Inconsistent(directory, "its journal does not begin with a run's start")
 
     def take(self, item: Entry | Gap) -> None:

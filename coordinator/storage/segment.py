@@ -420,8 +420,10 @@ class _Ahead(NamedTuple):
 
 def _look_ahead(file: BinaryIO, offset: int, sequence: int, until: int | None, salt: int) -> _Ahead:
     """Look from the place of record `sequence` on; no further than the next one where segments follow, or the proof.
-    Headers are searched at every offset, because the lengths of a damaged record are useless. A header alone is proof:
-    its body may be torn, and hashing bodies here would take quadratic time on a hostile attachment."""
+
+    Headers are searched at every offset: the lengths of a damaged record are useless. A header alone is proof: its body
+    may be torn, and hashing bodies here would take quadratic time on a hostile attachment.
+    """
     file.seek(offset)
     overlap, start, used = b"", offset, offset
     following: tuple[int, int] | None = None

@@ -155,9 +155,9 @@ class StorageQueue:
         self._submit(self._store.cut, taken, self._fatal)
 
     def look(self) -> None:
-        """Check that the state directory is still ours, if nothing was written for a while. To be called regularly.
-        Every write checks by itself; a coordinator that writes nothing, because its run is held or it waits for nodes,
-        would otherwise serve a directory that another one has taken over."""
+        """Check that the state directory is still ours, if nothing was written for a while; to be called regularly. A
+        coordinator that writes nothing, because its run is held or it waits for nodes, would otherwise serve a
+        directory that another one has taken over."""
         if self._clock.now() - self._called_at < LOOK_S:
             return
 

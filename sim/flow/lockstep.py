@@ -164,9 +164,8 @@ class LockStep:
         there = [place for place in self._places if place.working]
         self._working = sum(place.working for place in there)
         self._nodes = len(there)
-        exchange_s = self._exchange_s(there)
         self._regular = not any(place.group.step_sigma or place.group.slow_share for place in there)
-        self._drawn = self._draw(there, exchange_s)
+        self._drawn = self._draw(there, self._exchange_s(there))
 
     def _draw(self, there: list[_Place], exchange_s: float) -> Iterator[tuple[float, float]]:
         """(seconds, share of them that a machine computes) of one step after the other."""

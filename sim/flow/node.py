@@ -311,10 +311,8 @@ class Node:
         window = 1 + (max(held.sent, held.announced) if rules.lag else held.version)
         if held.version < held.owed or round_of(window, fragment, rules.fragments) > self.round:
             return
-        if (
-            held.newest > held.version + rules.max_staleness + rules.lag
-        ):  # no window takes it any more: begin again from the anchor
-            held.merge_at, held.discard = self.steps, True
+        if held.newest > held.version + rules.max_staleness + rules.lag:
+            held.merge_at, held.discard = self.steps, True  # no window takes it any more: begin again from the anchor
             return
         delta = Delta(
             node=self.index,
