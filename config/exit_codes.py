@@ -110,7 +110,7 @@ def write_output(path: Path, content: str | bytes) -> None:
 def explain(error: BaseException) -> tuple[ExitCode, str] | None:
     """Code and line of an expected error, also inside a group; None for others."""
     # Late, for the speed of `farloop --help`.
-    from farloop.coordinator.errors import BindError, Deposed, Fenced, NoFolder, StorageError
+    from farloop.coordinator.errors import BindError, Deposed, Fenced, NoFolder, StartRefused, StorageError
     from farloop.coordinator.storage.bucket import CopyFailed
     from farloop.coordinator.storage.files import NO_DESCRIPTOR
     from farloop.monitoring.descriptors import hard_limit
@@ -126,7 +126,7 @@ def explain(error: BaseException) -> tuple[ExitCode, str] | None:
             return error.code, str(error)
         case NodeError():
             return ExitCode(error.exit_code), str(error)
-        case Fenced() | Deposed():
+        case Fenced() | Deposed() | StartRefused():
             return ExitCode.REFUSED, _with_next_step(error)
         case NoFolder():
             return ExitCode.USAGE, str(error)

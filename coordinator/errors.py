@@ -18,6 +18,7 @@ StorageError
 ├── FolderChanged      lock or journal are not as this coordinator left them; stop
 ├── SnapshotCorrupt    a snapshot cannot be read, or is not what was saved
 └── StateMismatch      the parts of the directory do not belong together, or are another run's
+    ├── StartRefused   who leads, or the run that is there, forbids the start; nothing was changed
     ├── Inconsistent   its records and snapshots do not fit together
     └── NoFolder       there is no such directory where a command was told to look for one
 """
@@ -163,6 +164,10 @@ class SnapshotCorrupt(StorageError):
 
 class StateMismatch(StorageError):
     """The directory holds another run than the one asked for, or none that can be continued."""
+
+
+class StartRefused(StateMismatch):
+    """The record of who leads, its leader, or the run that the folder holds forbids this start. Nothing was changed."""
 
 
 class Inconsistent(StateMismatch):

@@ -302,11 +302,11 @@ class Leadership:
         self._store, self._root = store, root
         self.term, self._there, self._version = term, term, version  # `_there`: as it was read last
         self._lock = threading.RLock()
-        self._closed = False
+        self._closed, self._why_given_up = False, ""
         self.why_held = ""
         """Why a change of the record waits; empty while none does."""
-        self.why_unread = ""
-        """Why the record could not be read the last time."""
+        self.why_unchecked = ""
+        """Why the record could not be read the last time, or not be put right."""
 
     @classmethod
     def claim(cls, store: TermStore, root: Path, term: Term, version: Version) -> "Leadership | None":
@@ -361,7 +361,7 @@ class Leadership:
 
         def over(error: Unreachable) -> bool:
             given_up = unless()
-            self.why_held = "" if given_up else str(error)
+            self.why_held, self._why_given_up = ("", str(error)) if given_up else (str(error), "")
             if self._closed and not given_up:
                 what = "stopped while the record of the leader could not be changed"
                 raise StorageFailed(self._root, f"{what}: {error}")
@@ -378,14 +378,14 @@ class Leadership:
             try:
                 found, version = self._store.read()
             except Unreachable as error:
-                self.why_unread = str(error)
+                self.why_unchecked = str(error)
                 return
-            self.why_unread = ""
+            self.why_unchecked = ""
             if found is None or found.process != self.term.process:
                 raise self._deposed(found)
             self._there, self._version = found, version
-            if found != self.term:
-                self._change(self.term, lambda: True)
+            if found != self.term and not self._change(self.term, lambda: True):
+                self.why_unchecked = self._why_given_up
 
     def close(self) -> None:
         """No call waits any more."""

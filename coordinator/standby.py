@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from farloop.coordinator.errors import StateMismatch
+from farloop.coordinator.errors import StartRefused
 from farloop.coordinator.leadership import Leadership, Term, TermStore, Unreachable, Version, mark, marked, patiently
 from farloop.coordinator.net.zmq_mirror import SILENCE_S, MirrorClient, leading_peer
 from farloop.coordinator.settings import CoordinatorConfig
 from farloop.coordinator.storage.files import DISK, Files
 from farloop.coordinator.storage.follower import Follower, Following
-from farloop.coordinator.storage.mirror import INCOMING, finish_incoming
+from farloop.coordinator.storage.mirror import finish_incoming
 from farloop.coordinator.storage.recovery import Place, as_they_are
 from farloop.coordinator.storage.segment import segment_numbers
 from farloop.monitoring.addresses import Address, parse_each_tcp
@@ -53,24 +53,27 @@ class Contender:
         """Return once this process leads; None once `stopped`.
 
         Args:
-            force: lead whatever the record says: what the other coordinators have beyond this folder is lost.
+            force: lead whatever the record says: what others have beyond this folder is replaced once they stand by.
             stand_by: called when this process begins to stand by.
 
         Raises:
             Unusable: the store holds something else.
-            StateMismatch: the record is another run's; there is none, and a leader at `peers`; or this folder is not
+            StartRefused: the record is another run's; there is none, and a leader at `peers`; or this folder is not
                 the one that led, and nothing can bring it here.
             KeyFileError, StorageError
         """
-        if self.files.is_directory(self._root / INCOMING):
-            with closing(DISK.lock(self._root / "lock")):  # another process may be given the state at this moment
-                finish_incoming(self._root, self.files)
+        self.files.make_directory(self._root)
+        with closing(self.files.lock(self._root / "lock")):  # another process may lead with it, or be given the state
+            finish_incoming(self._root, self.files)
+            return self._lead(stand_by, stopped, force=force)
+
+    def _lead(self, stand_by: Callable[[], None], stopped: Callable[[], bool], *, force: bool) -> Leadership | None:
         leads_at = None
         while (found := patiently(self._store.read, stopped)) is not None:
             self.leader, version = found
             if self.leader is None and not force:
                 if leads_at is not None:
-                    raise StateMismatch(
+                    raise StartRefused(
                         self._root,
                         f"a coordinator leads at {leads_at}, and {self._config.leads_by} has no record of it: give "
                         "both one [coordinator] leads_by",
@@ -78,13 +81,13 @@ class Contender:
                 if leads_at := self._leading_peer():
                     continue  # it may have made its record meanwhile
             if self.leader is not None and self.leader.run != self._own.run:
-                raise StateMismatch(
+                raise StartRefused(
                     self._root,
                     f"the record holds the leader of another run (fingerprint {self.leader.run}, the file's is "
                     f"{self._own.run}); give both one RUN.toml, or this run a [coordinator] leads_by of its own",
                 )
             if self.leader is None and not force and self._has_run() and marked(self._root) is not None:
-                raise StateMismatch(
+                raise StartRefused(
                     self._root,
                     f"a record said who leads its run, and {self._config.leads_by} has none: put it back, or start the "
                     "coordinator that led last with --force-lead",
@@ -94,10 +97,13 @@ class Contender:
                 leadership = patiently(claim, stopped, "changed")
                 if leadership is not None:
                     _log.info("leads name=%s term=%d", self.name, leadership.term.term)
+                    if force:
+                        note = "what others have beyond this folder is replaced once they stand by: keep it before"
+                        _log.warning("leads by force folder=%s note=%r", self._root, note)
                     return leadership
             elif self._config.peers and self._has_run() and marked(self._root) is None:
                 assert self.leader is not None
-                raise StateMismatch(
+                raise StartRefused(
                     self._root,
                     f"holds a run, and {self.leader.leader}, which leads by {self._config.leads_by} since term "
                     f"{self.leader.term}, did not have it from here: standing by would replace it. To go on with this "
@@ -107,7 +113,7 @@ class Contender:
                 return self._stand_by(stand_by, stopped)
             else:
                 assert self.leader is not None
-                raise StateMismatch(
+                raise StartRefused(
                     self._root,
                     f"{self.leader.leader} leads this run since term {self.leader.term}; to stand by for it give "
                     "[coordinator] peers and mirror. If it is gone for good: --force-lead leads with what this folder "
@@ -146,8 +152,7 @@ class Contender:
 
     def _stand_by(self, begins: Callable[[], None], stopped: Callable[[], bool]) -> Leadership | None:
         assert self.leader is not None
-        self._root.mkdir(parents=True, exist_ok=True)
-        lock = DISK.lock(self._root / "lock")
+        self._gives_time(self.leader)  # from now on, not from the first try
         taken: list[Leadership] = []
 
         def over() -> bool:
@@ -173,7 +178,6 @@ class Contender:
                 self.follower = self.following.stop() if self.following else None
         finally:
             self.client = None
-            lock.close()
         return taken[0] if taken else None
 
     def _take_over(self) -> Leadership | None:
@@ -202,8 +206,15 @@ class Contender:
             is_alone = not self.leader.recovering and self.leader.in_sync == (self.name,)  # else another may have all
             is_lost = self._config.recover == "auto" and is_alone and not self._has_run()
             if not is_lost and not self._has_all_of(self.leader):
-                only = f"only {self.leader.leader} can go on, or the folder that {self.name} had, or --force-lead"
-                self._say(f"the record has {self.name} in sync, and this folder has not what it says: {only}")
+                others = " or ".join([self.leader.leader, *(name for name in self.leader.in_sync if name != self.name)])
+                last = "--force-lead here goes on with what this folder holds"
+                if not self._has_run():
+                    is_auto = self._config.recover == "auto"
+                    last = f"--force-lead{'' if is_auto else ' --restore URL'} here goes on from the newest copy"
+                self._say(
+                    f"the record has {self.name} in sync, and this folder has not what it says: start {others}, or put "
+                    f"back the folder that {self.name} had; if all are lost, {last}"
+                )
                 return None
             leadership = self._claim(version)
         except Unreachable as error:

@@ -20,7 +20,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
-from farloop.coordinator.errors import BindError, StateMismatch, StorageError, StorageFailed
+from farloop.coordinator.errors import BindError, StartRefused, StorageError, StorageFailed
 from farloop.coordinator.leadership import REPEAT_S, Term
 from farloop.coordinator.net.zmq_router import require_keys
 from farloop.coordinator.storage.files import Bytes
@@ -235,7 +235,7 @@ class MirrorClient:
 
     def run(self, over: Callable[[], bool]) -> None:
         """Until `over`, which is asked several times a second, says so. What the leader sent until then is applied.
-        Raises StateMismatch: the leader refuses this standby."""
+        Raises StartRefused: the leader refuses this standby."""
         pinged_at, taken = float("-inf"), 0
         try:
             while not over():
@@ -339,7 +339,7 @@ class MirrorClient:
                 if head == ["unknown"]:
                     return False
                 if head[0] == "refused":
-                    raise StateMismatch(self._root, head[1])
+                    raise StartRefused(self._root, head[1])
                 if head != ["pong"] and not self._apply(head, [frame.buffer for frame in frames[1:]]):
                     return False
         return True

@@ -21,7 +21,7 @@ import xxhash
 from farloop.coordinator.aggregator import Buffers
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import more_than_a_snapshot
-from farloop.coordinator.errors import StateMismatch
+from farloop.coordinator.errors import StartRefused
 from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.bucket import Bucket, CopyFailed
 from farloop.coordinator.storage.files import DISK, Files
@@ -127,15 +127,15 @@ def read_manifest(bucket: Bucket) -> dict[str, Any] | None:
 
 
 def require_no_run(directory: Path, files: Files = DISK) -> None:
-    """Raises StateMismatch: a copy cannot be restored into this folder."""
+    """Raises StartRefused: a copy cannot be restored into this folder."""
     refuse_half_salvaged(directory, files)
     if directory.is_dir() and segment_numbers(directory):
-        raise StateMismatch(directory, "holds a run already; a copy is restored into an empty folder: --state DIR")
+        raise StartRefused(directory, "holds a run already; a copy is restored into an empty folder: --state DIR")
 
 
 def restore(bucket: Bucket, directory: Path, files: Files = DISK) -> rec.LedgerSaved:
     """Make a state folder of the newest copy. Returns what its ledger says.
-    Raises CopyFailed: there is no copy, or it is not whole; the folder holds no run. Raises StateMismatch: the folder
+    Raises CopyFailed: there is no copy, or it is not whole; the folder holds no run. Raises StartRefused: the folder
     holds a run already. Raises StorageError: the disk refused; the folder holds no run."""
     require_no_run(directory, files)
     manifest = read_manifest(bucket)

@@ -242,7 +242,7 @@ class Mirror:
             if self._now() - self._checked_at >= CHECK_S:
                 self._checked_at = self._now()
                 self.leadership.check()
-                if not self.leadership.why_unread:
+                if not self.leadership.why_unchecked:
                     self._read_at = self._now()
                 for standby in list(self._standbys.values()):
                     self._bring_reports(standby)
@@ -294,9 +294,9 @@ class Mirror:
         if why := self.leadership.why_held:
             whom = f"standby {self._waits_for} does not answer" if self._waits_for else "a standby asks to be let in"
             found["leads_by"] = f"{whom}, and the record of the leader cannot be changed: {why}; mend either of the two"
-        elif (why := self.leadership.why_unread) and self._now() - self._read_at > ALONE_S:
-            what = "the record of the leader cannot be read: should this host be lost, no standby takes over"
-            found["leads_by"] = f"{what}; mend it: {why}"
+        elif (why := self.leadership.why_unchecked) and self._now() - self._read_at > ALONE_S:
+            what = "the record of the leader cannot be read or put right"
+            found["leads_by"] = f"{what}: should this host be lost, no standby takes over; mend it: {why}"
         return found
 
     # --- Changes

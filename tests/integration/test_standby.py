@@ -475,7 +475,7 @@ def test_the_record_of_another_run_is_one_line(pair: Pair) -> None:
     }
     Path(pair.run.folder / "record" / "leader" / "00000001.json").write_text(json.dumps(record))
     refused = pair.start("a")
-    assert pair.run.until_ended(refused) == ExitCode.STORAGE
+    assert pair.run.until_ended(refused) == ExitCode.REFUSED
     assert_one_line(refused, "the record holds the leader of another run")
 
 
@@ -483,7 +483,7 @@ def test_a_second_coordinator_of_the_same_name_ends_in_one_line(pair: Pair) -> N
     pair.start("a")
     pair.run.until_said(pair.run.folder / "a.log", "at tcp://")
     refused = pair.start("b", "--set", "coordinator.name=a")
-    assert pair.run.until_ended(refused) == ExitCode.STORAGE
+    assert pair.run.until_ended(refused) == ExitCode.REFUSED
     assert_one_line(refused, "another coordinator of the name a leads since term 2")
 
 
@@ -491,7 +491,7 @@ def test_a_second_record_beside_a_leader_begins_no_second_run(pair: Pair) -> Non
     pair.start("a")
     pair.run.until_said(pair.run.folder / "a.log", "at tcp://")
     refused = pair.start("b", "--set", f"coordinator.leads_by=file://{pair.run.folder}/other")
-    assert pair.run.until_ended(refused) == ExitCode.STORAGE
+    assert pair.run.until_ended(refused) == ExitCode.REFUSED
     assert_one_line(refused, f"a coordinator leads at 127.0.0.1:{pair.ports['a'][2]}, and file://")
     assert not (pair.run.folder / "other" / "leader").exists()
 

@@ -166,7 +166,7 @@ def test_a_flag_of_one_start_neither_takes_the_lead_in_vain_nor_waits_for_it(tmp
         assert line.startswith(f"{flag[0]} is for the coordinator that leads, and the record names a: ")
     assert terms.replace(dataclasses.replace(term, leader="b", in_sync=("a",)), 1)
     (tmp_path / "s" / "journal-000000.log").touch()
-    line = error_line(*command, "--restore", "file:///nowhere", code=ExitCode.STORAGE)
+    line = error_line(*command, "--restore", "file:///nowhere", code=ExitCode.REFUSED)
     assert "holds a run already; a copy is restored into an empty folder" in line
     assert terms.read()[1] == 2
 

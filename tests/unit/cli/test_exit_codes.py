@@ -56,7 +56,7 @@ def test_every_expected_error_has_its_code() -> None:
                          UnknownCodec("q5", ["q4"]), STORAGE_ERRORS[errors.NoFolder],
                          CopyFailed("x"), BindError("tcp://a:1", OSError("x"))),
         ExitCode.UNREACHABLE: (CommandError("x", ExitCode.UNREACHABLE), Unreachable("x")),
-        ExitCode.REFUSED: (Refused("x"), LayoutMismatch("x"), DataError("x")),
+        ExitCode.REFUSED: (Refused("x"), LayoutMismatch("x"), DataError("x"), errors.StartRefused(FOLDER, "x")),
         ExitCode.BROKEN_NUMBERS: (NonFiniteDelta("w", 3),),
         ExitCode.STORAGE: (STORAGE_ERRORS[errors.StorageFailed], STORAGE_ERRORS[errors.StateLocked]),
     }.items():  # fmt: skip
@@ -70,9 +70,9 @@ def test_every_expected_error_has_its_code() -> None:
 
 
 def test_every_storage_error_names_the_next_step() -> None:
-    """StateMismatch itself is raised with a text of its own, which says what to do."""
+    """StateMismatch itself and StartRefused are raised with a text of their own, which says what to do."""
     kinds = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, StorageError)}
-    assert kinds - {StorageError, errors.NoRoom, errors.StateMismatch} == STORAGE_ERRORS.keys()
+    assert kinds - {StorageError, errors.NoRoom, errors.StateMismatch, errors.StartRefused} == STORAGE_ERRORS.keys()
     for error in STORAGE_ERRORS.values():
         found = explain(error)
         assert found is not None and WHAT_TO_DO.search(found[1]), found

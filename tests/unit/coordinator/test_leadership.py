@@ -332,6 +332,18 @@ def test_the_first_leads_and_leads_again_on_its_own_folder(tmp_path: Path) -> No
         leads.set_in_sync(())
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_a_second_start_in_a_folder_that_is_in_use_claims_nothing(tmp_path: Path, *, force: bool) -> None:
+    """It deposed the leader, and then met its lock."""
+    a = Start(tmp_path, "a", **PAIR)
+    leads = a.lead()
+    assert leads is not None
+    a.has_run()
+    with closing(DISK.lock(tmp_path / "a" / "lock")), pytest.raises(StateLocked):
+        Start(tmp_path, "a", **PAIR).lead(force=force)
+    leads.check()
+
+
 def test_a_second_one_of_the_same_name_does_not_begin_the_run_anew(tmp_path: Path) -> None:
     leads = Start(tmp_path, "a", **PAIR).lead()
     assert leads is not None
@@ -578,6 +590,26 @@ def test_until_a_leader_has_recovered_the_state_another_that_has_all_may_go_on(
     assert len(marked(a.config.state_dir) or []) < 4, "the mark does not grow with each start"
 
 
+def test_a_leader_that_fails_in_recovery_is_awaited_from_the_standbys_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not from its first try, which silence has to come before."""
+    now = 100.0
+    monkeypatch.setattr("farloop.coordinator.standby.time.monotonic", lambda: now)
+    a, b = Start(tmp_path, "a", **PAIR), Start(tmp_path, "b", **PAIR)
+    leads = a.lead()
+    assert leads is not None
+    leads.begun()
+    leads.set_in_sync(("b",))
+    for start in (a, b):
+        start.has_run()
+        mark(start.config.state_dir, leads.term.mark)
+    assert Start(tmp_path, "a", **PAIR).lead() is not None
+    assert b.lead() is None and b.stands_by
+    now += 6.5
+    assert b.contender._take_over() is not None
+
+
 def test_of_two_standbys_the_second_gives_the_first_time_to_be_heard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -617,6 +649,7 @@ def test_an_emptied_folder_is_recovered_from_copies_only_where_no_other_may_have
     ):
         assert b._store.replace(each, b._store.read()[1])
         assert (b._take_over() is not None) == may
+    assert "start a or c, or put back the folder that b had; if all are lost, --force-lead here goes on from" in b.told
 
 
 @pytest.mark.parametrize("marks", ["1", "another", "salvaged"])

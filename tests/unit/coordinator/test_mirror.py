@@ -1,6 +1,7 @@
 """A standby's folder is the leader's at every sync, whatever is cut off: `MirroredFiles` and `Replica` over two disks
 that forget what was not synced."""
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -480,6 +481,32 @@ def test_a_record_that_cannot_be_read_is_an_alarm_after_a_minute(pair: Pair, spe
         pair.mirror.received(b"1", ["ping"])
         pair.mirror.tick()
         assert alarm in pair.mirror.alarms().get("leads_by", "") and (alarm or not pair.mirror.alarms())
+
+
+def test_a_record_that_cannot_be_put_right_is_an_alarm_after_a_minute(pair: Pair, spec: RunSpec) -> None:
+    """A change that was given up has happened all the same, and the store can only be read."""
+    pair.begin(spec)
+    pair.join()
+    assert pair.terms.term is not None
+    pair.terms.term = dataclasses.replace(pair.terms.term, in_sync=())
+
+    def refused(term: Term, version: Version) -> bool:
+        raise Unreachable("403: AccessDenied")
+
+    replace, pair.terms.replace = pair.terms.replace, refused  # type: ignore[method-assign]
+    for seconds, alarm in (
+        (3.0, ""),
+        (60.0, "put right: should this host be lost, no standby takes over"),
+    ):
+        pair.time += seconds
+        pair.mirror.received(b"1", ["ping"])
+        pair.mirror.tick()
+        assert alarm in pair.mirror.alarms().get("leads_by", "") and (alarm or not pair.mirror.alarms())
+    pair.terms.replace = replace  # type: ignore[method-assign]
+    pair.time += 3.0
+    pair.mirror.received(b"1", ["ping"])
+    pair.mirror.tick()
+    assert not pair.mirror.alarms() and pair.terms.term.in_sync == ("b",)
 
 
 def test_nothing_is_told_once_a_standby_leads(pair: Pair, spec: RunSpec) -> None:
