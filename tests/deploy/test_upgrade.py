@@ -26,7 +26,7 @@ from farloop.runtime.version import version_of
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(600)]
 
-SINCE = "06204abca3ce855145c7f69dcf18407d9f555904"
+SINCE = "4c1d5165a566dc24f578221fe48f1118887b3eaa"
 OLD = "0.0.1"  # the version that the older one says it has
 
 
