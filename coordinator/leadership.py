@@ -185,13 +185,19 @@ class EtcdTerms:
     """etcd 3.4 or later by its JSON gateway: etcd://HOST:PORT/KEY; with ?ca=FILE&cert=FILE&key=FILE over TLS."""
 
     def __init__(self, url: str) -> None:
+        """Raises CopyFailed: a file of TLS cannot be read."""
+        from farloop.coordinator.storage.bucket import CopyFailed
+
         parts = urlsplit(url)
         files = _options(parts)
         self._context = None
-        if files:
-            self._context = ssl.create_default_context(cafile=files.get("ca"))
-            if "cert" in files:
+        try:
+            if files:
+                self._context = ssl.create_default_context(cafile=files.get("ca"))
+            if self._context and "cert" in files:
                 self._context.load_cert_chain(files["cert"], files.get("key"))
+        except OSError as error:
+            raise CopyFailed(f"{url}: {error.strerror}; check the files ca, cert and key") from error
         self._where = f"etcd {parts.netloc}{parts.path}"
         self._base = f"{'https' if files else 'http'}://{parts.netloc}/v3"
         self._key = base64.b64encode(parts.path.encode()).decode()

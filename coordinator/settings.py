@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from farloop.monitoring.addresses import check_listening, check_tcp_listening, parse_each_tcp
 from farloop.monitoring.tcp_connection import check_congestion
@@ -58,6 +58,7 @@ def check_leads_by(url: str) -> None:
     """Raises ValueError, one sentence: no record of the leader can be kept there."""
     parts = urlsplit(url)
     shapes = {"etcd": "etcd://HOST:2379/KEY", "k8s": "k8s://NAMESPACE/NAME"}
+    options = {"etcd": ["ca", "cert", "key"], "k8s": ["account", "api"]}
     if parts.scheme in SCHEMES:
         check_url(url)
     elif parts.scheme not in shapes:
@@ -65,6 +66,8 @@ def check_leads_by(url: str) -> None:
         raise ValueError(f"expected a URL that begins with one of {known}; got {url!r}")
     elif not parts.netloc or not parts.path.strip("/"):
         raise ValueError(f"expected {shapes[parts.scheme]}; got {url!r}")
+    elif not parse_qs(parts.query, keep_blank_values=True).keys() <= {*options[parts.scheme]}:
+        raise ValueError(f"expected options out of {', '.join(options[parts.scheme])}; got {parts.query!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

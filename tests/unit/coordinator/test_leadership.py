@@ -34,7 +34,7 @@ from farloop.coordinator.leadership import (
 from farloop.coordinator.net.zmq_mirror import MirrorClient
 from farloop.coordinator.settings import CoordinatorConfig, check_leads_by
 from farloop.coordinator.standby import Contender
-from farloop.coordinator.storage.bucket import Bucket
+from farloop.coordinator.storage.bucket import Bucket, CopyFailed
 from farloop.coordinator.storage.files import DISK, OsFiles
 from farloop.coordinator.storage.follower import Following
 from farloop.coordinator.storage.mirror import INCOMING
@@ -220,6 +220,7 @@ def test_something_else_in_its_place_is_no_record(tmp_path: Path, content: bytes
         ("etcd://host:2379", "expected etcd://HOST:2379/KEY"),
         ("k8s://farloop", "expected k8s://NAMESPACE/NAME"),
         ("file://x", "three slashes"),
+        ("etcd://host:2379/x?cafile=/ca.crt", r"expected options out of ca, cert, key; got 'cafile=/ca\.crt'"),
     ],
 )
 def test_urls(url: str, why: str) -> None:
@@ -259,6 +260,13 @@ def test_who_leads_who_is_waited_for_and_whose_folder_counts(
     for marks, counts in ((None, True), ([], not mark), (["x", mark], True), (["x"], not mark)):
         assert term.counts(marks) == counts
     assert Term.decode(term.encode(), "here") == term
+
+
+def test_files_of_tls_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "ca").touch()
+    for name, why in (("none", "No such file"), ("ca", "check the files ca, cert and key")):
+        with pytest.raises(CopyFailed, match=why):
+            term_store(f"etcd://host:2379/x?ca={tmp_path / name}")
 
 
 def leading(folder: Path) -> tuple[Leadership, TermStore]:
