@@ -80,16 +80,6 @@ def test_a_node_that_greets_twice_with_a_watermark_of_64_bits_leaves_a_ledger_th
     run.recovers()
 
 
-def test_samples_of_a_delta_beyond_what_was_granted_are_not_counted(run: Told) -> None:
-    """Of a start that gave its samples back before, too."""
-    run.loses(HOSTILE)
-    run.pass_time(60.0)
-    run.pass_time(2 * EXPIRE_S)
-    run.write(rec.InputStored.of(delta(consumed=MOST)))
-    assert run.journal.leases.uncertain_total <= run.journal.leases.granted_total
-    run.recovers()
-
-
 def test_a_journal_with_such_a_number_is_read(run: Told) -> None:
     run.write(rec.NodeLeft(node=HOSTILE, reason=Reason.SILENT, consumed=MOST, stored=MOST))
     lease = Lease(start=run.journal.leases.frontier, count=10)

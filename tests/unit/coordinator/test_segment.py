@@ -208,16 +208,6 @@ def laid_out(directory: Path, segments: dict[int, bytes]) -> list[Scan]:
     return [segments.scan(number) for number in segments.numbers]
 
 
-def test_segments_follow_each_other_also_where_the_oldest_were_pruned(tmp_path: Path) -> None:
-    for name in ("journal-1.log", "journal-000001.log.tmp", "xjournal-000001.log", "metrics.jsonl"):
-        (tmp_path / name).write_bytes(b"")
-    pruned = build([Item(record=SUMMARY), *THREE[:2]], number=4, first=90)
-    scans = laid_out(tmp_path, {4: pruned, 5: build(THREE, number=5, first=93)})
-    assert [entry.sequence for found in scans for entry in found.entries] == list(range(90, 96))
-    assert [found.next_sequence for found in scans] == [93, 96]
-    assert Segments(tmp_path).numbers == [4, 5]
-
-
 @pytest.mark.parametrize("tail", [b"\0", b"x", WHOLE[-10:], build([*THREE, *THREE])[END:]])
 def test_what_a_fenced_coordinator_wrote_behind_the_end_of_a_segment_is_no_damage(tmp_path: Path, tail: bytes) -> None:
     """S: the segment that follows says where this one ends."""

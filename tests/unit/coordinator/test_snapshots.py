@@ -133,17 +133,6 @@ def test_any_flip_or_cut_is_refused(tmp_path: Path) -> None:
                 load(path)
 
 
-def test_a_damaged_one_is_passed_over_for_the_older(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    older, damaged = save(tmp_path, sample(8)), save(tmp_path, sample(16))
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    assert same(latest(tmp_path), sample(8))
-    assert f"snapshot refused path={damaged}" in caplog.text
-    older.write_bytes(b"")
-    with pytest.raises(SnapshotCorrupt) as caught:
-        latest(tmp_path)
-    assert caught.value.path == damaged, "the newest is named"
-
-
 def test_a_snapshot_of_another_run_name_or_format_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, sample(8, fingerprint="fedcba9876543210"))
     with pytest.raises(SnapshotCorrupt, match="of run fedcba9876543210, not 0123456789abcdef"):

@@ -168,13 +168,6 @@ def test_all_records_beside_damage_are_counted_and_their_snapshots_and_summaries
     assert report.records == whole.records - 1 and report.versions == whole.versions and not report.refused
 
 
-def test_a_damaged_snapshot_is_not_missing_as_well(folder: Path) -> None:
-    newest = max(snapshots.versions_of(folder, 1))
-    flip(snapshots.snapshot_path(folder, 1, newest), -1)
-    faults = [(fault.where, fault.what) for fault in verify(folder).faults]
-    assert faults == [(f"snapshots/f1-v{newest}.safetensors", "its content does not match its checksum")]
-
-
 def a_commit_again(folder: Path) -> rec.Record:
     """The first commit of fragment 1 that is left in the journal."""
     records = [at.record for at in read_journal(folder)]
