@@ -205,16 +205,20 @@ class EtcdTerms:
     def read(self) -> tuple[Term | None, Version]:
         match found := self._post("kv/range", {"key": self._key}).get("kvs", []):
             case []:
-                return None, "0"
+                return None, "0 "
             case [{"value": str(value), "mod_revision": str(version)}]:
-                return Term.decode(base64.b64decode(value), self._where), version
+                return Term.decode(base64.b64decode(value), self._where), f"{version} {value}"
         raise Unusable(f"{self._where} holds something else than the record of a leader: {found}")
 
     def replace(self, term: Term, version: Version) -> bool:
-        # The gateway drops fields that it does not know: a misspelt condition would be none.
-        value = base64.b64encode(term.encode()).decode()
+        # The gateway drops fields that it does not know: a misspelt condition would be none. The value is compared,
+        # too: a store that lost its data counts from 1 again.
+        revision, _, before = str(version).partition(" ")
+        of_key, value = {"key": self._key, "result": "EQUAL"}, base64.b64encode(term.encode()).decode()
+        compare = [{**of_key, "target": "MOD", "mod_revision": revision}]
+        compare += [{**of_key, "target": "VALUE", "value": before}] if before else []
         body = {
-            "compare": [{"key": self._key, "target": "MOD", "result": "EQUAL", "mod_revision": version}],
+            "compare": compare,
             "success": [{"requestPut": {"key": self._key, "value": value}}],
         }
         return bool(self._post("kv/txn", body).get("succeeded"))
@@ -251,8 +255,10 @@ class KubernetesTerms:
         if status == 404:
             return None, None
         match lease:
-            case {"metadata": {"annotations": {"farloop/term": str(text)}, "resourceVersion": str(version)}}:
-                return Term.decode(text.encode(), self._where), version
+            case {
+                "metadata": {"annotations": {"farloop/term": str(text)}, "resourceVersion": str(at), "uid": str(uid)}
+            }:
+                return Term.decode(text.encode(), self._where), f"{at} {uid}"
         raise Unusable(f"{self._where} has no annotation farloop/term: it belongs to something else")
 
     def replace(self, term: Term, version: Version) -> bool:
@@ -266,7 +272,7 @@ class KubernetesTerms:
         if version is None:
             status, _ = self._send("POST", self._all, lease)
         else:
-            metadata["resourceVersion"] = version
+            metadata["resourceVersion"], metadata["uid"] = str(version).split()  # made again, it counts anew
             status, _ = self._send("PUT", f"{self._all}/{self._name}", lease)
         return status in (200, 201)
 

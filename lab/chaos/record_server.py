@@ -34,15 +34,16 @@ class RecordServer(ThreadingHTTPServer):
         """Status and body."""
         with self.lock:
             found = self.leases.get(name)
-            held = None if found is None else found["metadata"]["resourceVersion"]
+            at = {} if found is None else found["metadata"]
             if name != self.allowed:
                 return 403, {"message": f"leases {name!r} is forbidden"}
             if method == "GET":
                 return (404, {"kind": "Status"}) if found is None else (200, found)
-            if (method == "POST") != (found is None) or body["metadata"].get("resourceVersion") != held:
+            is_stale = any(body["metadata"].get(key) != at.get(key) for key in ("resourceVersion", "uid"))
+            if (method == "POST") != (found is None) or is_stale:
                 return 409, {"kind": "Status"}
             self.version += 1
-            body["metadata"]["resourceVersion"] = str(self.version)
+            body["metadata"] |= {"resourceVersion": str(self.version), "uid": at.get("uid", str(self.version))}
             self.leases[name] = body
             return (201 if method == "POST" else 200), body
 

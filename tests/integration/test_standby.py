@@ -384,7 +384,8 @@ def program(path: Path, interpreter: str, text: str) -> Path:
 @pytest.mark.slow
 def test_the_run_goes_on_when_the_leaders_host_is_gone(new_run: NewRun, tmp_path: Path) -> None:  # noqa: F811
     """It is in a network namespace, whose card goes down before it dies: nobody is sent a packet that says so."""
-    space, inside, outside = f"fl{os.getpid()}", "198.18.7.2", "198.18.7.1"  # RFC 2544's, of no real network
+    net = f"198.18.{os.getpid() % 256}"  # RFC 2544's, of no real network
+    space, inside, outside = f"fl{os.getpid()}", f"{net}.2", f"{net}.1"
     with ExitStack() as stack:
         for number, words in enumerate((
             f"netns add {space}",
