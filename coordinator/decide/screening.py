@@ -105,7 +105,8 @@ class Screening:
             for offer in offers
             if offer.blob.node not in apart and (length := lengths[offer.blob]) is not None
         ]
-        usual, known = self._usual(terms.fragment), dict[tuple[int, float], tuple[list[float], list[float]]]()
+        usual = self._usual(terms.fragment)
+        known = dict[tuple[int, float], tuple[list[float], float | None, list[float]]]()  # by steps and rate
         own = dict[NodeId, list[_Length]]()
         for node, length in peers:
             own.setdefault(node, []).append(length)
@@ -121,10 +122,9 @@ class Screening:
             if found is None and (work := lengths[offer.blob]) is not None:
                 key = (work.steps, work.rate)  # most nodes do the same work
                 if key not in known:
-                    known[key] = (
-                        sorted(length.as_long_as(work) for length in usual),
-                        sorted(length.as_long_as(work) for _, length in peers),
-                    )
+                    norms = [length.as_long_as(work) for length in usual]
+                    middle = median(norms) if len(norms) >= ENOUGH else None
+                    known[key] = norms, middle, sorted(length.as_long_as(work) for _, length in peers)
                 theirs = [length.as_long_as(work) for length in own.get(offer.blob.node, ())]
                 found = _too_long(offer, work, theirs, *known[key], ours.admission.norm_band)
             if found is None and offer.blob.node in apart:
@@ -299,23 +299,28 @@ def measured(offer: Offer, norm_sq: float | None) -> Offer:
 
 
 def _too_long(
-    offer: Offer, work: _Length, own: Sequence[float], usual: Sequence[float], peers: Sequence[float], band: float
+    offer: Offer,
+    work: _Length,
+    own: Sequence[float],
+    usual: Sequence[float],
+    middle: float | None,
+    peers: Sequence[float],
+    band: float,
 ) -> rec.Refusal | None:
     """Refuse a norm above both bands: around the usual norm, and around the other deltas of the window. So a change
     that affects all nodes, such as a re-warm or longer rounds, refuses none. With too few deltas to tell which is
     wrong, the longest is left out without a strike.
 
-    `usual`, `peers`: the usual norms, and those of the window's deltas, for this work, in ascending order. `own`: the
-    norms among these of the offer's own node.
+    `usual`, `peers`: the usual norms, and those of the window's deltas in ascending order, for this work. `middle`: the
+    median of the usual ones; None where they are too few. `own`: the norms among `peers` of the offer's own node.
     """
-    known = len(usual) >= ENOUGH
-    if known and work.norm <= band * median(usual):
+    if middle is not None and work.norm <= band * middle:
         return None
     peers = list(peers)
     for one in own:
         del peers[bisect_left(peers, one)]
-    if known:
-        allowed = max([median(usual), *([median_low(peers)] if peers else [])])
+    if middle is not None:
+        allowed = max([middle, *([median_low(peers)] if peers else [])])
     elif others := sorted([*usual, *peers]):
         few = len(others) < WITNESSES
         allowed, band = others[-1] if few else median(others), FIRST * band
@@ -324,4 +329,4 @@ def _too_long(
     if work.norm <= band * allowed:
         return None
     detail = f"its norm is {work.norm:.3g}, and {allowed:.3g} is usual: {band:g} times as much is too long"
-    return _refusal(offer, Reason.OUTLIER, detail, strikes=known or len(peers) > 1)
+    return _refusal(offer, Reason.OUTLIER, detail, strikes=middle is not None or len(peers) > 1)

@@ -1,6 +1,7 @@
 """Which deltas a window refuses to merge, whose are measured alone for a while, and that a restart judges the same."""
 
 import dataclasses
+import sys
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,21 @@ def test_lengths_that_differ_by_less_than_the_band_are_never_refused(spec: RunSp
     assert story.spec.terms.admission.norm_band > 1.5 / 0.2
     for start in range(0, len(lengths) - 3, 4):
         assert story.close(**dict(zip("abcd", lengths[start : start + 4], strict=True))) == {}
+
+
+def test_the_usual_norms_are_sorted_once_for_all_who_did_the_same_work(story: Story) -> None:
+    """They are several of each node: sorted once for each delta, a window's close costs the square of the nodes."""
+
+    def sorts(nodes: str) -> int:
+        calls: list[object] = []
+        sys.setprofile(lambda _, what, called: calls.append(called) if what == "c_call" else None)
+        try:
+            assert story.close(nodes) == {}
+        finally:
+            sys.setprofile(None)
+        return calls.count(sorted)
+
+    assert sorts("abcd") == sorts("abcdefghijkl") > 0
 
 
 # --- in the machine
