@@ -166,12 +166,15 @@ def correct_(local: Tensor, drift: Tensor, lr: float) -> None:
 
 @torch.no_grad()
 def learn_(drift: Tensor, delta: Tensor, merged: Tensor, *, lr_sum: float, alpha: float = 1.0) -> None:
-    """drift ← drift + α·(merged − delta)/Ση, all fp32 [n]; it begins as zeros. Raises ValueError: no rate, or α outside
-    (0, 1].
+    """drift ← drift + α·(merged − delta)/Ση, all fp32 [n]; it begins as zeros.
 
-    `delta`: the node's own, as decoded from what it sent. `merged`: the plain mean of all nodes' deltas, this one's
-    among them. `lr_sum`: Ση of the inner steps inside the delta; the same on all nodes. `alpha`: 1 forgets the last
-    estimate at once; less averages out the noise of gradients and codecs.
+    Args:
+        delta: the node's own, as decoded from what it sent.
+        merged: the plain mean of all nodes' deltas, this one's among them.
+        lr_sum: Ση of the inner steps inside the delta; the same on all nodes.
+        alpha: 1 forgets the last estimate at once; less averages out the noise of gradients and codecs.
+
+    Raises ValueError: no rate, or α outside (0, 1].
     """
     if not lr_sum > 0.0:
         raise ValueError(f"the learning rates inside a delta sum to {lr_sum}; without a step there is nothing to learn")
@@ -188,9 +191,12 @@ def increment_(
 ) -> None:
     """v ← (1 − β)·v + β·(Δ/Ση − d);  Δ ← v − c, what a node of SCAFCOM sends; all fp32 [n].
 
-    `smoothed`: v_i; it begins as the first estimate. `sent`: c_i, the sum of all that the node has sent and that was
-    merged. `drift`: d_i; None for zeros. `lr_sum`: Ση of the inner steps inside the delta; without any v stays. `rate`:
-    β, of the first estimate 1.
+    Args:
+        smoothed: v_i; it begins as the first estimate.
+        sent: c_i, the sum of all that the node has sent and that was merged.
+        drift: d_i; None for zeros.
+        lr_sum: Ση of the inner steps inside the delta; without any v stays.
+        rate: β, of the first estimate 1.
     """
     if lr_sum > 0.0:
         delta.mul_(1.0 / lr_sum)

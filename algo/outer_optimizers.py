@@ -134,9 +134,9 @@ def delayed_nesterov_step_(
 
 
 def staleness_gap(drift: float, reach: float) -> float:
-    """Λ = 1 + drift / reach: how far the target has moved since a late delta's base, in rounds of local progress. Where
-    it stands still the delta is as good as fresh: 1. Both lengths scale with the model, so the gap does not.
+    """Λ = 1 + drift / reach: how far the target has moved since a late delta's base, in rounds of local progress.
 
+    Where it stands still the delta is as good as fresh: 1. Both lengths scale with the model, so the gap does not.
     `drift`: ‖x_t − x_{t−1}‖, the length of the target's last step. It is α‖m‖: the momentum that is kept says it.
     `reach`: how far a node came in the round of the delta. The design asks for τ·s_max, s_max the longest inner step; a
     coordinator sees no inner steps, but the triangle inequality gives it a lower bound, the length of the delta

@@ -55,6 +55,8 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class OwnPart:
+    """What one rank keeps of a fragment."""
+
     fragment: Fragment
     """Its ranges one after the other, as a fragment of their own: a tensor is the flat piece of one, with a name of its
     own, and padding is where it is in the whole."""

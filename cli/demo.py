@@ -56,7 +56,10 @@ class DemoPlan:
 def run_demo(
     run: Mapping[str, Any], *, out: Path | None, data: Path | None, link: str, resume: Path | None, as_json: bool
 ) -> None:
-    """Start the processes, show progress, and write the report. `run`: fields of `RunConfig`. Raises CommandError."""
+    """Start the processes, show progress, and write the report. `run`: fields of `RunConfig`.
+
+    Raises CommandError: one line.
+    """
     console = progress_console(json=as_json)
     try:
         if resume is not None:
@@ -197,8 +200,8 @@ def _add_baseline(summary: Summary, plan: DemoPlan) -> None:
     kept = folder / "summary.json"
     if kept.is_file():
         theirs, other = json.loads(kept.read_text()), _load(folder)
-        same_start = theirs["val_loss_start"] == summary["val_loss_start"]
-        if other.run.method == BASELINE and _same(plan, other) and same_start:
+        same = other.run.method == BASELINE and _same(plan, other)
+        if same and theirs["val_loss_start"] == summary["val_loss_start"]:
             loss = float(theirs["val_loss_end"])
             summary["baseline_loss"] = loss
             summary["baseline"] = f"{loss_text(loss)} after the same steps on the same data, measured in {folder}"

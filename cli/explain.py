@@ -24,8 +24,11 @@ _WINDOW = re.compile(r"(?:f?([0-9]+):)?([1-9][0-9]*)")
 
 
 def explain_window(directory: Path, window: str, console: Console, *, as_json: bool) -> None:
-    """Print a window, or that of every fragment. Raises CommandError: no such window, not decided yet, or no longer
-    known; StorageError: the folder cannot be read."""
+    """Print a window, or that of every fragment.
+
+    Raises CommandError: no such window, not decided yet, or no longer known.
+    Raises StorageError: the folder cannot be read.
+    """
     found = _WINDOW.fullmatch(window)
     if found is None:
         raise CommandError(f"{window}: expected f0:812, or 812 for the window of every fragment")

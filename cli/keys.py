@@ -127,8 +127,10 @@ def list_keys(allow: AllowFolder = ALLOWED) -> None:
 
 
 def write_pair(folder: Path, name: str) -> tuple[Path, Path]:
-    """`NAME.key`, mode 0600, and `NAME.pub` in a folder that is made where it is missing. Raises CommandError: one of
-    the files is there already, or cannot be written; nothing was changed."""
+    """`NAME.key`, mode 0600, and `NAME.pub` in a folder that is made where it is missing.
+
+    Raises CommandError: one of the files is there already, or cannot be written; nothing was changed.
+    """
     try:
         check_name(name)
     except ValueError as error:
@@ -158,8 +160,10 @@ def _pair(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 def switch_pair(folder: Path, name: str) -> None:
-    """The next pair takes the place of the old one; one that was switched by half is switched. Raises CommandError:
-    there is no next pair, or it cannot be moved."""
+    """The next pair takes the place of the old one; one that was switched by half is switched.
+
+    Raises CommandError: there is no next pair, or it cannot be moved.
+    """
     moves = [(new, old) for new, old in zip(_pair(folder, f"{name}{NEXT}"), _pair(folder, name), strict=True)]
     if not any(new.exists() for new, _ in moves):
         raise CommandError(f"{folder} holds no {name}{NEXT}.key; make it with: farloop keys rotate {name} {folder}")
@@ -189,9 +193,9 @@ def _write_new(path: Path, key: bytes, mode: int) -> None:
 def authorize(folder: Path, public_path: Path, name: str) -> bool:
     """Let the node `name` in with the key in `public_path`; False where it was let in already.
 
-    A coordinator that reads the folder meanwhile sees the file whole or not at all. Raises CommandError: no such name,
-    not a public key's file, the name or the key is taken, or nothing can be written; KeyFileError: the file, or one
-    that is in the folder, cannot be used.
+    A coordinator that reads the folder meanwhile sees the file whole or not at all.
+    Raises CommandError: no such name, not a public key's file, the name or the key is taken, or nothing can be written.
+    Raises KeyFileError: the file, or one that is in the folder, cannot be used.
     """
     try:
         check_name(name)
@@ -275,8 +279,10 @@ def revoke(folder: Path, name: str) -> list[str]:
 
 
 def listed(folder: Path) -> list[tuple[str, str, bool]]:
-    """Name, fingerprint and True of each key in the folder; or name, what is wrong with it, and False. Raises
-    KeyFileError: the folder cannot be read."""
+    """Name, fingerprint and True of each key in the folder; or name, what is wrong with it, and False.
+
+    Raises KeyFileError: the folder cannot be read.
+    """
     found: list[tuple[str, str, bool]] = []
     for path in key_files(folder):
         try:

@@ -115,7 +115,8 @@ class _Commands(UserDict[str, Any]):
         return typer.core.TyperCommand(name, help=entry.summary, rich_help_panel=entry.section) if alone else entry
 
     def _complete(self) -> None:
-        """Add those of installed packages: their entry points in the group `farloop.commands` are tables as `LAB`."""
+        """Add the commands of installed packages, whose entry points in the group `farloop.commands` are tables as
+        `ELSEWHERE`."""
         if not self._is_complete:
             from importlib.metadata import entry_points
 
@@ -375,7 +376,10 @@ def coordinator(
 
 
 def adoption(patience_s: float | None, *, wanted: bool, rewind: bool, newest: bool = False) -> float | None:
-    """How long adoption from nodes waits for absent ones; None without it. Raises CommandError for flags that clash."""
+    """How long adoption from nodes waits for absent ones, in seconds; None without adoption.
+
+    Raises CommandError: the flags contradict each other.
+    """
     if wanted and rewind:
         raise CommandError("--adopt-from-nodes continues from the nodes, --rewind from the folder: give one of them")
     if newest and not wanted:

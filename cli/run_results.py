@@ -62,16 +62,20 @@ def read_history(path: Path) -> History:
         try:
             with part.open(encoding="utf-8", errors="replace") as lines:
                 for line in filter(str.strip, lines):
-                    try:
-                        if (event := parsed(line)) is None:
-                            raise ValueError("no event")
-                        if read := _READERS.get(event["event"]):  # events of a newer version are no error
-                            read(event, history, totals)
-                    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-                        history.unreadable += 1
+                    _read_line(line, history, totals)
         except OSError as error:
             _log.warning("metrics not read path=%s why=%r note='the report lacks its events'", part, error.strerror)
     return history
+
+
+def _read_line(line: str, history: History, totals: Totals) -> None:
+    try:
+        if (event := parsed(line)) is None:
+            raise ValueError("no event")
+        if read := _READERS.get(event["event"]):  # events of a newer version are no error
+            read(event, history, totals)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        history.unreadable += 1
 
 
 def _progress(event: dict[str, Any], history: History, totals: Totals) -> None:

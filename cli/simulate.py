@@ -150,8 +150,8 @@ def plan(
 ) -> "list[Training]":
     """The trainings to compare; `all` is a ladder in which each step adds one technique.
 
-    Without an overlap, farloop's streaming waits as long as diloco: its ladder starts with an overlap. Raises
-    ValueError: the options contradict each other.
+    Without an overlap, farloop's streaming waits as long as diloco: its ladder starts with an overlap.
+    Raises ValueError: the options contradict each other.
     """
     from farloop.sim.bandwidth import METHOD_NAMES, MODEL_NAMES, Training
 

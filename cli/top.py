@@ -276,8 +276,10 @@ def is_light(environ: Mapping[str, str]) -> bool:
 
 
 def top(url: str, *, light: bool | None = None) -> None:
-    """Show the run until `q`, dark or light; None: as the terminal says that it is, or else dark. Raises CommandError:
-    no answer at `url`, it is no coordinator, or there is no terminal."""
+    """Show the run until `q`, dark or light; None: as the terminal says that it is, or else dark.
+
+    Raises CommandError: no answer at `url`, it is no coordinator, or there is no terminal.
+    """
 
     def fetch_status() -> Status:
         return cleaned(fetch(url))

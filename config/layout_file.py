@@ -78,10 +78,11 @@ def kept(inventory: Inventory, path: Path, now: Present) -> Inventory:
 
 
 def runnable(plan: Plan, epoch: int, *, keeps: bool) -> StageLayout:
-    """The plan's layout as nodes run it. Raises CommandError: the plan has no pipeline.
+    """The plan's layout as nodes run it.
 
     Replicas without a microbatch are left out: the windows of their stage would wait for them. With `keeps` they stay,
     because a running node cannot leave its stage by a layout.
+    Raises CommandError: the plan has no pipeline.
     """
     layout = plan.layout
     if len(layout.stages) < 2:
@@ -185,8 +186,12 @@ def write(
 ) -> Outcome:
     """Write the file atomically if it is new or the plan gains enough.
 
-    `now`: the layout in the file. `epoch`: requested epoch; it is written regardless of the gain, as with `force`.
-    `where`: source of the nodes, for error messages. `away`: absent nodes; they keep their stages.
+    Args:
+        now: the layout in the file; None where there is none.
+        epoch: requested epoch; it is written regardless of the gain, as with `force`.
+        where: source of the nodes, for error messages.
+        away: absent nodes; they keep their stages.
+
     Raises CommandError: nodes could not follow the plan, or the file cannot be written.
     """
     layout = runnable(plan, next_epoch(path, now, epoch), keeps=now is not None)

@@ -113,8 +113,8 @@ def over(name: str, steps: int, folder: Path) -> str:
 
 def ask(folder: Path, request: Request, timeout_s: float) -> Answer:
     """What the coordinator that holds this state folder answers; blocks.
-    Raises OSError: no coordinator listens; TimeoutError where it takes too long. Raises ValueError: the answer is none,
-    or a coordinator holds the folder and does not listen."""
+    Raises OSError: no coordinator listens; TimeoutError where it takes too long.
+    Raises ValueError: the answer is none, or a coordinator holds the folder and does not listen."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door, address_of(folder) as address:
             door.settimeout(timeout_s)

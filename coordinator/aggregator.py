@@ -160,6 +160,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
+    """A commit before it is durable."""
+
     buffers: Buffers
     update: bytearray  # the encoded update, header included
     anchor_digest: int

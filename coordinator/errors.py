@@ -117,6 +117,8 @@ class StorageFailed(StorageError):
 
 
 class ObjectFailed(StorageFailed):
+    """The object store does not give what a record has there."""
+
     fix: ClassVar[str] = "check the object store with farloop doctor"
     next_step = f"{fix}, then start again: what it has is recovered. What is gone for good: docs/object-store.md"
 

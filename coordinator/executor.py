@@ -131,11 +131,12 @@ class CoordinatorExecutor:
     # --- Events
 
     def happened(self, event: ev.Event) -> None:
-        """Give an event to the machine. Raises MachineBroken: stop, and begin again from the journal.
+        """Give an event to the machine.
 
         An unexpected error in it is a bug. The ledger and the journal's records change together, so earlier decisions
         are valid and are carried out. If the invariants still hold, the error is raised to the event's cause; if not,
         the machine cannot be trusted.
+        Raises MachineBroken: stop, and begin again from the journal.
         """
         now = self._clock.now()
         try:

@@ -147,4 +147,5 @@ class CoordinatorConfig:
 
     @property
     def uplink(self) -> UplinkLimit:
+        """Raises ValueError: a rate or the hours cannot be read."""
         return UplinkLimit.parse(self.max_uplink, self.quiet_hours, self.quiet_uplink)

@@ -33,6 +33,8 @@ from farloop.wire.session import Session
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
+    """A delta that matches its offer."""
+
     offer: Offer  # the offer, with the measured squared norm if it was measured
     delta: Delta
     payload: int = 0  # xxh3-64 of its encoded numbers; 0 where it was not taken

@@ -96,7 +96,8 @@ class Children:
         cwd: Path | None = None,
         environ: Mapping[str, str] = MappingProxyType({}),
     ) -> Child:
-        """Begin a process; of one that ended it takes the name, and goes on in its log. `environ`: beside ours."""
+        """Begin a process; of one that ended it takes the name, and goes on in its log. `environ`: beside that of
+        this process."""
         log = self._folder / f"{name}.log"
         own = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         with log.open("ab") as file:
@@ -143,7 +144,10 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ones, which no other process is given while this one lives: see `_reserved`. Raises CommandError."""
+    """Different ones, which no other process is given while this one lives: see `_reserved`.
+
+    Raises CommandError: there are none.
+    """
     found = list(islice(filter(_reserved, random.Random().sample(_PORTS, 200)), count))
     if len(found) < count:
         raise CommandError(f"no free port from {_PORTS[0]} to {_PORTS[-1]}", ExitCode.UNREACHABLE)

@@ -224,6 +224,7 @@ class Endpoint:
         return await asyncio.shield(made)
 
     def _make(self, path: str, made: "asyncio.Future[Response]") -> None:
+        """Runs in a thread of its own."""
         try:
             response = self._routes[path]()
         except Exception as error:  # the edge of the daemon: a broken page is an answer, not silence

@@ -109,6 +109,8 @@ class WindowStatus(TypedDict):
 
 
 class EvaluationStatus(TypedDict):
+    """One evaluation of the anchors on the fixed evaluation set."""
+
     loss: float | None  # None if it is not finite
     position: float
     outer_steps: int
@@ -258,6 +260,8 @@ class AnomalyStatus(TypedDict):
 
 
 class WatchStatus(TypedDict):
+    """Nodes and links that became slow during the run."""
+
     adapt: str  # `off`, `advise`, `drop` or `act`
     why_not: str  # why no node is judged; empty if nodes are
     coordinator: str  # side of the coordinator that became slow for all links; empty for none

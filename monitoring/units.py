@@ -22,6 +22,7 @@ def size_text(num_bytes: float) -> str:
 
 
 def rate_text(bits_per_s: float) -> str:
+    """`25 Gbit/s`."""
     units = (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6))
     unit, size = next(((u, s) for u, s in units if bits_per_s >= 0.9995 * s), ("kbit/s", 1e3))
     return f"{bits_per_s / size:.3g} {unit}"
@@ -81,6 +82,7 @@ def loss_text(loss: float | None) -> str:
 
 
 def plural(count: int, thing: str) -> str:
+    """`1 node`, `3 nodes`."""
     return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"
 
 

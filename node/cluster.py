@@ -210,7 +210,8 @@ class Cluster:
     def begin_swap(
         self, parts: Sequence[Tensor], sizes: Sequence[int], group: dist.ProcessGroup | None
     ) -> tuple[list[Tensor], dist.Work | None]:
-        """As `swap`, at once: what is received is there after `wait`, in any thread. All ranks begin in one order."""
+        """As `swap`, at once: what is received is there after `wait`, in any thread. All ranks begin the swaps of a
+        group in one order."""
         if self.alone:
             return list(parts), None
         out = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")

@@ -48,7 +48,10 @@ class Driver:
         self.executor = make(inbox=self._inbox, now=time.monotonic, worker=self._worker, link=link, state=state)
 
     def wait_for_spec(self) -> RunSpec:
-        """Block until the coordinator has told the run. Raises RunOver: this node saw its end, and no one answers."""
+        """Block until the coordinator has told the run.
+
+        Raises RunOver: this node saw a run's end, and there is no coordinator any more.
+        """
         over = self._state.finished
         deadline = time.monotonic() + LAST_CALL_S if over else math.inf
         while self.executor.machine.spec is None:

@@ -210,7 +210,8 @@ class FragmentState:
     def advance(self, version: int, inner_steps: int, tokens: int, *, mixed: bool) -> None:
         """The anchor reached `version`, and was merged into the local weights.
 
-        `mixed`: part of the anchor went into them, so the next delta's work begins here; else it began at the send.
+        `mixed`: part of the anchor went into them, so the next delta's work begins here. With a mix of 1 it began at
+        the last send.
         """
         self.version = version
         self.pending = {v: c for v, c in self.pending.items() if v > version}

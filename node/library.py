@@ -580,7 +580,10 @@ def join(
 
 
 def join_run(config: NodeConfig, options: LoopOptions, inventory: Inventory = NOTHING) -> Node:
-    """`join` with its options as wholes, none from the environment; raises as it. `inventory`: told of the machine."""
+    """`join` with its options as wholes, none of them from the environment. `inventory`: what is told of the machine.
+
+    Raises as `join`.
+    """
     _check_options(config, options)
     name, folder = check_name(config.name), config.state_dir or Path(".farloop") / config.name
     link = LinkConfig.of(config)

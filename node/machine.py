@@ -124,7 +124,7 @@ class NodeMachine:
         return max(1, steps)
 
     def foresee(self) -> int:
-        """As `quiet_steps`, and remembered: up to the next event, those steps take no look at every fragment."""
+        """As `quiet_steps`, and remembered: up to the next event, no fragment is looked at for those steps."""
         if self.running and not self._quiet_steps:
             self._quiet_steps = self.quiet_steps
         return self._quiet_steps or 1

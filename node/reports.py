@@ -87,7 +87,8 @@ class TimeAccount:
         return {activity: self.seconds(activity, now) for activity in self._seconds}
 
     def compute_share(self, now: float) -> float:
-        """Share of the time in the training loop, data loading included; not in farloop, waits and evaluations."""
+        """Share of the time in the training loop, data loading included; the rest is farloop's code, waiting and
+        evaluation."""
         wall = sum(self.all_seconds(now).values())
         return self.seconds("training", now) / wall if wall > 0 else 1.0
 

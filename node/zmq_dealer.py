@@ -409,7 +409,11 @@ class LinkThread:
     """A node's link in a thread of its own, from `start` to `close`. Every call may be made from any thread."""
 
     def __init__(self, config: LinkConfig) -> None:
-        """Raises BadAddress: the coordinator's address is none, or the bulk lanes' has no keys; KeyFileError."""
+        """
+        Raises:
+            BadAddress: the coordinator's address is none, or the bulk lanes' has no keys.
+            KeyFileError: a key file cannot be used.
+        """
         self._config, self._dialer = config, ZmqDialer(config, self._fail)
         self._hello: Greeting
         self._deliver: Deliver

@@ -54,8 +54,11 @@ class Executor:
         run: int = 0,
         wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`wanted`: False ends a step that waits. Raises LayoutError: the layout has a fault, or no stage for this
-        node; KeyFileError: a key file cannot be used."""
+        """`wanted`: False ends a step that waits.
+
+        Raises LayoutError: the layout has a fault, or no stage for this node.
+        Raises KeyFileError: a key file cannot be used.
+        """
         try:
             self.machine = PipelineMachine(name=peer.name, layout=layout, incarnation=incarnation, config=config)
         except ValueError as error:

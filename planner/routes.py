@@ -323,7 +323,8 @@ def _planned(task: Task, *, by_speed: bool) -> Paths:
             break
         work = again
     assert best is not None
-    return _finished(task, *best[1:])
+    _, chains, work = best
+    return _finished(task, chains, work)
 
 
 def _finished(task: Task, chains: Chains, work: Work) -> Paths:

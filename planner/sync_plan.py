@@ -121,7 +121,7 @@ def lighter(
     least_h: int = 1,
     overlap: bool = False,
 ) -> Advice | None:
-    """What `rates.choose` gives this node while the others stay as they are; None where rounds gain too little by it.
+    """What `choose` gives this node while the others stay as they are; None where rounds gain too little by it.
 
     `h`: inner steps of a round. `parameters`: that each sends in a round. `bits`: of a parameter, as it is sent now.
     `least_h`: steps that a node does at least. `overlap`: a transfer goes on while a node trains.

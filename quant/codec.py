@@ -116,8 +116,8 @@ class Codec(ABC):
     def validate(self, payload: Tensor, fragment: Fragment) -> None:
         """Check a payload from outside.
 
-        What passes decodes to finite numbers, in time and memory that follow from the fragment alone. Raises
-        BadPayload: no encoder of this codec can have written these bytes.
+        What passes decodes to finite numbers, in time and memory that follow from the fragment alone.
+        Raises BadPayload: no encoder of this codec can have written these bytes.
         """
         if payload.dtype != torch.uint8 or payload.dim() != 1 or not payload.is_contiguous():
             raise ValueError("a payload is a contiguous, one-dimensional uint8 tensor")
@@ -128,8 +128,8 @@ class Codec(ABC):
     def decode_into(self, payload: Tensor, out: Tensor, fragment: Fragment, *, seed: int = 0) -> None:
         """Write what a valid payload says into out fp32 [numel], on any two devices.
 
-        It does not check the bytes: those from outside go through `validate` first. Raises ValueError: shape, dtype or
-        memory layout are not as above.
+        It does not check the bytes: those from outside go through `validate` first.
+        Raises ValueError: shape, dtype or memory layout are not as above.
         """
         self._require_operands(fragment, payload, out=out)
         start = 0
@@ -161,8 +161,10 @@ class Codec(ABC):
         return total
 
     def decode_add_(self, payload: Tensor, acc: Tensor, weight: float, fragment: Fragment, *, seed: int = 0) -> None:
-        """acc += weight · decoded, with two roundings: u = fl(w·t), acc = fl(acc + u), w = fl(weight). Raises
-        ValueError: `weight` is not finite in fp32, or as `decode_into`."""
+        """acc += weight · decoded, with two roundings: u = fl(w·t), acc = fl(acc + u), w = fl(weight).
+
+        Raises ValueError: `weight` is not finite in fp32, or as `decode_into`.
+        """
         self._require_operands(fragment, payload, acc=acc)
         w = torch.tensor(finite_weight(weight), dtype=torch.float32, device="cpu")
         start = 0
@@ -209,7 +211,8 @@ def flat(numel: int) -> Fragment:
 SharedPolicy = Literal["equal", "l-greco"]
 
 L_GRECO_SHARES = (1.0, 0.25, 0.35, 0.5, 0.7, 1.41, 2.0, 2.83, 4.0)
-"""Multiples of `topk`'s k and `lowrank`'s rank that the coordinator may choose for a tensor; the first changes none."""
+"""Multiples of `topk`'s k and `lowrank`'s rank from which the coordinator may choose for a tensor. The first is the
+equal choice."""
 
 
 def of_tensors(given: tuple[int, ...], fragment: Fragment) -> tuple[int, ...]:
@@ -237,8 +240,10 @@ def require_flat(tensor: Tensor, dtype: torch.dtype, what: str, numel: int) -> N
 
 
 def finite_magnitude(x: Tensor, start: int = 0) -> Tensor:
-    """The bits of x fp32 without their signs, int32. `start` is the index of x[0] in what is encoded. Raises
-    NonFiniteError: x holds a NaN or an infinity."""
+    """The bits of x fp32 without their signs, int32. `start` is the index of x[0] in what is encoded.
+
+    Raises NonFiniteError: x holds a NaN or an infinity.
+    """
     # On integer bits, because floating-point maxima may drop a NaN (SIMD and GPU do).
     magnitude = x.view(torch.int32) & 0x7FFFFFFF
     if magnitude.numel() and int(magnitude.max()) >= INFINITY_BITS:

@@ -29,8 +29,8 @@ def try_codecs(codecs: Iterable[Codec], device: torch.device) -> dict[str, str]:
     compare with the reference on a CPU.
 
     What has kernels that fail runs by the reference on this device from now on. Returns what was wrong with them, by
-    the codec's name, `digest` or `norm`. Raises UnsupportedHost: the reference computes something else on this device
-    too.
+    the codec's name, `digest` or `norm`.
+    Raises UnsupportedHost: the reference computes something else on this device too.
     """
     faults, x = dict[str, str](), torch.cat([_numbers(), _numbers()[:100]])  # a whole tile, and a part of one
     trials: list[tuple[str, Callable[[], str]]] = [

@@ -135,6 +135,8 @@ Route = Hashable  # a lane, as the coordinator's socket knows it: one connection
 
 
 class Sender(Protocol):
+    """Where a frame came from."""
+
     @property
     def owner(self) -> str | None:
         """The node whose key authenticated the frame. None without keys, and for a key that was revoked."""

@@ -174,7 +174,8 @@ def keep_freed_blocks() -> None:
 
 def trim_heap() -> None:
     """Return memory that was freed to the system. glibc keeps what was freed below the top of a heap, and gives it to
-    threads of the same heap alone: hundreds of megabytes of weights that a start has read and dropped."""
+    threads of the same heap alone: hundreds of megabytes of weights that a start has read and dropped. Other C
+    libraries have no such call, nor need."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

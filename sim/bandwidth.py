@@ -134,12 +134,12 @@ def utilization(training: Training, gbit_s: Sequence[float] | Floats) -> Floats:
 
 
 def required_gbit_s(training: Training, targets: Sequence[float] = TARGETS) -> dict[float, float]:
-    """The least bandwidth, in Gbit/s, that reaches each of these utilisations; all can be reached. Raises ValueError: a
-    target is not between 0 and 1.
+    """The least bandwidth, in Gbit/s, that reaches each of these utilisations; all can be reached.
 
     Bounds of the search: with u the utilisation and m the mean rate of full utilisation, the link cannot carry more
     than it can, u ≤ B/m; and compute only stalls while the link is busy in one of its L directions that are used (2, or
     1 as published), 1/u ≤ 1 + L·m/B. So m·u ≤ B ≤ L·m·u/(1 − u).
+    Raises ValueError: a target is not between 0 and 1.
     """
     if not all(0 < target < 1 for target in targets):
         raise ValueError("a target is a utilisation between 0 and 1")

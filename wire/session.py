@@ -158,6 +158,8 @@ HEARTBEAT = encode(Heartbeat())
 
 
 class ControlStream:
+    """Both directions of one end."""
+
     def __init__(self, limits: Limits, timing: Timing, traffic: Traffic, now: float) -> None:
         self._limits = limits
         self._timing = timing
@@ -400,8 +402,10 @@ class Session:
         waits in order. Ends in BlobSent, in BlobDeclined, or with the peer's Stored or Outcome, which are delivered as
         messages.
 
-        Raises AlreadyUnderWay: being sent already, or waiting. Raises LimitReached: the peer leaves too many messages
-        unacknowledged. Raises LocalProtocolError: not open, or `source` has another size than offered.
+        Raises:
+            AlreadyUnderWay: being sent already, or waiting.
+            LimitReached: the peer leaves too many messages unacknowledged.
+            LocalProtocolError: not open, or `source` has another size than offered.
         """
         if source.size != offer.size:
             raise LocalProtocolError(f"{offer.size} bytes offered, {source.size} at hand")

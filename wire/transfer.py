@@ -61,7 +61,8 @@ class Incoming:
         return Credit(blob=self.blob, received=here.received, limit=here.size, arrived=beyond, islands=islands)
 
     def renewed_credit(self, now: float, worth: int) -> Credit | None:
-        """A further Credit if one is due: `worth` bytes have arrived since the last, all the rest, or some long ago."""
+        """A further Credit if one is due: `worth` bytes have arrived since the last one, or all the rest, or
+        some that have waited."""
         arrived = self.reassembly.arrived - self._told
         waited = self.due_at is not None and now >= self.due_at
         return self.credit(now) if self.reassembly.complete or arrived >= worth or waited else None
@@ -217,7 +218,8 @@ class Transfers:
 
     def expect(self, blob: BlobId, size: int, digest: int, reassembly: Reassembly | None, now: float) -> Reassembly:
         """Allow the peer to send `blob`; its chunks that are here already count.
-        Raises AlreadyUnderWay, LimitReached: expected already; too many. Raises LocalProtocolError: size impossible."""
+        Raises AlreadyUnderWay: expected already. Raises LimitReached: too many at once. Raises LocalProtocolError:
+        empty, or too large."""
         key = blob_key(blob)
         if key in self._incoming:
             raise AlreadyUnderWay(f"{blob} is expected already")
@@ -486,7 +488,8 @@ class Transfers:
             self._emit(BlobCorrupt(blob=incoming.blob))
 
     def _no_more(self, key: bytes) -> Incoming | None:
-        """Nothing more of this blob is expected. Snapshots, held back for others, tell nothing of the link alone."""
+        """Nothing more of this blob is expected. Snapshots are held back for others: by themselves they tell nothing of
+        the link."""
         incoming = self._incoming.pop(key, None)
         self._finished[key] = None
         if len(self._finished) > _FINISHED_KEYS:

@@ -103,7 +103,10 @@ class Leases:
         return leases
 
     def top_up(self, node: NodeId, incarnation: int, longest: int, batch: int) -> list[Lease]:
-        """The grants that a node lacks, if any, in rounds of up to `longest` steps of `batch` samples. No change."""
+        """The grants that a node lacks, if any, in rounds of up to `longest` steps of `batch` samples.
+
+        Changes nothing.
+        """
         wanted = max(LEASE_ROUNDS * longest, LEASE_STEPS) * batch
         short = wanted - self.outstanding(node, incarnation)
         return self.propose(short) if short >= wanted // LEASE_ROUNDS else []

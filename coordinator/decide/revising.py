@@ -24,7 +24,8 @@ def revision_of(
 ) -> Revision:
     """The revision that sets these values now. `closing`: fragments whose open window is being committed. `names`:
     nodes that take part or may return. `given`: text by key, as `revised` takes it.
-    Raises ValueError: a value is invalid; NotNow: the run cannot change now; one sentence each."""
+    Raises ValueError: a value is invalid.
+    Raises NotNow: the run cannot change now; one sentence each."""
     before, layout = ledger.spec.terms, ledger.spec.identity.layout
     if not ledger.windows:
         raise NotNow("the run is over: nothing of it can change any more")

@@ -302,8 +302,10 @@ async def reaches(address: str, only: str | None) -> bool | None:
 def _is_busy(session: Session, probed: bool, now: float) -> bool:
     """Whether a transfer of this session waits, other than a probe."""
     transfers = session.transfers
-    if probed or transfers.live_in_flight:
-        return transfers.live_in_flight > 0
+    if transfers.live_in_flight:
+        return True
+    if probed:
+        return False
     return transfers.background_in_flight > 0 or session.blob_waits(now) is True or transfers.meter.busy
 
 

@@ -186,6 +186,8 @@ SLOW_S: Final = 90.0  # added to the time limit of a probe: a thin link may take
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
+    """A direction that could be probed."""
+
     node: str
     upward: bool
     rtt_s: float
@@ -195,6 +197,8 @@ class Candidate:
 
 @dataclass(slots=True, kw_only=True)
 class Running:
+    """The current probe."""
+
     number: int
     node: str
     upward: bool

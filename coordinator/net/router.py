@@ -177,7 +177,8 @@ class SessionRouter:
         self._peers = Peers(rates or RateLimits(), limits, timing, turned_away, new_token, self.uplink)
         self._egress = Egress(clock.now(), background_share)
         self._paced: OrderedDict[int, Peer] = OrderedDict()
-        """Sessions with a background blob to send, or where the uplink has a limit any blob, in the order of turns."""
+        """Sessions with a background blob to send, or where the uplink has a limit with any blob, in the order
+        of their turns."""
         self._dues: list[tuple[float, int, Peer]] = []
         """Heap of (when, number, session): for each session that has a timer, an entry no later than it is due."""
         self._timer: Timer | None = None

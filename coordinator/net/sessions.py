@@ -92,6 +92,7 @@ class Bucket:
         self._rate, self._level, self._at = rate, rate.burst, now
 
     def acquire(self, now: float) -> bool:
+        """Take one token; False if there is none."""
         self._level = min(self._rate.burst, self._level + self._rate.per_s * max(0.0, now - self._at))
         self._at = now
         if self._level < 1.0:

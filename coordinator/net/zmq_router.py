@@ -101,13 +101,16 @@ class ZmqRouter:
         turned_away: Callable[[Reason, str], None] = lambda reason, who: None,
         allowed: Callable[[Mapping[NodeId, tuple[bytes, ...]]], None] = lambda keys: None,
     ) -> None:
-        """Bind the endpoint. Raises KeyFileError: a key file cannot be used. Raises BindError: it cannot be bound.
+        """Bind the endpoint.
 
         Args:
-            key, allow: secret key, and folder of the nodes' public keys. Without them frames travel in the clear.
+            key, allow: secret key, and folder of the nodes' public keys, for CURVE. Without them frames travel in the
+                clear.
             congestion: congestion control of the connections; the system's if empty.
             turned_away: called with the reason and the key's fingerprint or the address of every peer that is rejected.
             allowed: called with the keys that may come in, once it runs and whenever they have changed.
+
+        Raises KeyFileError: a key file cannot be used. Raises BindError: the endpoint cannot be bound.
         """
         self._allowed = allowed
         self._turned_away, self._congestion = turned_away, congestion

@@ -317,6 +317,7 @@ class Metrics:
         self._count_to(self._uplink_held, uplink["held_s"])
 
     def set_anomalies(self, found: Sequence[tuple[str, str]]) -> None:
+        """Who is slow or hangs now, as (kind, node)."""
         self._show(self._anomalies, dict.fromkeys(found, 1))
 
     def set_standbys(self, status: StandbyStatus) -> None:

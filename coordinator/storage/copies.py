@@ -135,8 +135,12 @@ def require_no_run(directory: Path, files: Files = DISK) -> None:
 
 def restore(bucket: Bucket, directory: Path, files: Files = DISK) -> rec.LedgerSaved:
     """Make a state folder of the newest copy. Returns what its ledger says.
-    Raises CopyFailed: there is no copy, or it is not whole; the folder holds no run. Raises StartRefused: the folder
-    holds a run already. Raises StorageError: the disk refused; the folder holds no run."""
+
+    Raises:
+        CopyFailed: there is no copy, or it is not whole; the folder holds no run.
+        StartRefused: the folder holds a run already.
+        StorageError: the disk refused; the folder holds no run.
+    """
     require_no_run(directory, files)
     manifest = read_manifest(bucket)
     if manifest is None:

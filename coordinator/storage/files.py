@@ -261,8 +261,8 @@ class Files(ABC):
 
     def replace(self, temporary: Path, path: Path) -> None:
         """Let `temporary` take `path`'s place, durably and whole.
-        Raises NoRoom: no descriptor is left; nothing was changed. Raises StorageFailed: a sync or the rename failed.
-        After a failed sync of the directory either may be found."""
+        Raises NoRoom: no descriptor is left; nothing was changed.
+        Raises StorageFailed: a sync or the rename failed. After a failed sync of the directory either may be found."""
         with self._opened(path.parent) as directory:  # open before the rename, after which nothing may be missing
             with self._opened(temporary) as file:
                 file.sync()

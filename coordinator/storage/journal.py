@@ -42,7 +42,7 @@ def claim_epoch(directory: Path, *, seen: int = 0, files: Files = DISK) -> int:
 
     To be called with the journal open, which holds the directory's lock, and before any socket is bound. `seen`: the
     highest epoch known from elsewhere (the journal), so that a lost file cannot turn time back.
-    Raises NoRoom: nothing was claimed. Raises StorageFailed: it is not an epoch file, or could not be written.
+    Raises NoRoom: nothing was claimed. Raises StorageFailed: the file is no epoch file, or could not be written.
     """
     path = directory / _EPOCH_FILE
     epoch = max(claimed_epoch(directory, files), seen) + 1
@@ -54,7 +54,8 @@ def claim_epoch(directory: Path, *, seen: int = 0, files: Files = DISK) -> int:
 
 def claimed_epoch(directory: Path, files: Files = DISK) -> int:
     """The highest epoch claimed in `directory`; 0 for none. Changes nothing.
-    Raises NoRoom: no descriptor is left to read it; try again. Raises StorageFailed: it cannot be read, or is none."""
+    Raises NoRoom: no descriptor is left to read it; try again. Raises StorageFailed: it cannot be read, or is no
+    epoch file."""
     path = directory / _EPOCH_FILE
     try:
         content = files.read_bytes(path)
@@ -268,9 +269,11 @@ class Journal:
         claimed between the two. All that is found is durable, also what the last coordinator had not synced before it
         died. Until `begin`, only `close` may be called.
 
-        Raises StateLocked: a coordinator holds the directory. Raises StateMismatch: `farloop journal salvage` was
-        interrupted in it. Raises JournalCorrupt: damage of the last segment that is not a torn tail; nothing was
-        changed. Raises StorageFailed: the disk refused.
+        Raises:
+            StateLocked: a coordinator holds the directory.
+            StateMismatch: `farloop journal salvage` was interrupted in it.
+            JournalCorrupt: damage of the last segment that is not a torn tail; nothing was changed.
+            StorageFailed: the disk refused.
         """
         files.make_directory(directory)
         lock = files.lock(directory / "lock")
@@ -368,8 +371,10 @@ class Journal:
         """Delete the segments before this one, which begins with what they said. From the oldest on, each durably
         before the next: whatever a crash leaves is a journal without a gap.
 
-        Raises NoRoom: no descriptor is left; what was deleted is. Raises Fenced, FolderChanged: nothing was changed.
-        Raises StorageFailed: the disk refused; the journal cannot be used any more.
+        Raises:
+            NoRoom: no descriptor is left; what was deleted is.
+            Fenced, FolderChanged: nothing was changed.
+            StorageFailed: the disk refused; the journal cannot be used any more.
         """
         self.require_ours()
         assert before_segment <= self._tail.number
@@ -383,8 +388,8 @@ class Journal:
 
     def reserve(self, attachment_bytes: int) -> None:
         """Set room aside for one append of up to `attachment_bytes`, so that a full disk shows before the work. It is
-        held until `append(..., reserved=attachment_bytes)` or `release(attachment_bytes)`. Raises NoRoom: nothing was
-        changed."""
+        held until `append(..., reserved=attachment_bytes)` or `release(attachment_bytes)`.
+        Raises NoRoom: nothing was changed."""
         room = attachment_bytes + RECORD_ROOM
         self.require_ours()
         self._make_room(room)
@@ -399,8 +404,10 @@ class Journal:
         """Write a record behind the last; it is durable once `sync` has returned. `attachment`: its bulk bytes; not
         kept. `reserved`: what was given to `reserve`, to use that room up.
 
-        Raises NoRoom: nothing was changed; a reservation stays. Raises Fenced, FolderChanged: the folder is not this
-        coordinator's any more; nothing was changed. Raises StorageFailed: the journal cannot be used any more.
+        Raises:
+            NoRoom: nothing was changed; a reservation stays.
+            Fenced, FolderChanged: the folder is not this coordinator's any more; nothing was changed.
+            StorageFailed: the journal cannot be used any more.
         """
         self.require_ours()
         kind, body = records.encode(record)
@@ -433,10 +440,11 @@ class Journal:
     def sync(self) -> int:
         """Make everything appended so far durable, with one fsync, and return how many records that are.
 
-        Raises NoRoom: no descriptor is left to see whose the folder is: of these records nobody may be told yet. Call
-        it again, and append nothing twice. Raises Fenced: another coordinator has taken the folder over, and need not
-        have seen these records. Raises StorageFailed: what is durable is unknown; the journal cannot be used any more.
-        Exit and recover.
+        Raises:
+            NoRoom: no descriptor is left to see whose the folder is: of these records nobody may be told yet. Call it
+                again, and append nothing twice.
+            Fenced: another coordinator has taken the folder over, and need not have seen these records.
+            StorageFailed: what is durable is unknown; the journal cannot be used any more. Exit and recover.
         """
         self._require_usable()
         if self.durable < self.num_records:
@@ -492,7 +500,8 @@ class Journal:
 
     def require_ours(self) -> None:
         """See that nobody else has taken the folder over, or changed what this process alone may change.
-        Raises Fenced, FolderChanged: the journal cannot be used any more. Raises NoRoom: it is not known now."""
+        Raises Fenced, FolderChanged: the journal cannot be used any more. Raises NoRoom: that cannot be found out
+        now."""
         if not self._closed:
             self._require_usable()
         with self._fatal():

@@ -417,8 +417,8 @@ def recovered(
     segments: Segments, place: Place = as_they_are, *, everything: bool = False, first: First | None = None
 ) -> Recovery:
     """The state of a folder, from as much of its journal as that needs, or from `everything`.
-    Raises JournalCorrupt: damage that matters, or of the last segment. Raises StorageError: no good snapshot of a
-    fragment; journal and snapshots do not fit together."""
+    Raises JournalCorrupt: damage that matters, or of the last segment.
+    Raises StorageError: no good snapshot of a fragment; journal and snapshots do not fit together."""
     segments.require_end()
     # Of damage, also of a record that still passes for one, and leads anywhere: see what all says.
     damage = (JournalCorrupt, SnapshotCorrupt, StateMismatch, CodecError, ValueError, LookupError, AssertionError)

@@ -70,8 +70,12 @@ def salvage(directory: Path, files: Files = DISK) -> Salvage:
     """Find the newest consistent state. Changes nothing.
 
     A coordinator at work deletes and writes files between two reads: what is whole would look damaged.
-    Raises StateLocked: a coordinator is at work here. Raises StateMismatch: there is none. Raises NoRoom: no file can
-    be opened now. Raises StorageFailed: the disk refused a read.
+
+    Raises:
+        StateLocked: a coordinator is at work here.
+        StateMismatch: there is none.
+        NoRoom: no file can be opened now.
+        StorageFailed: the disk refused a read.
     """
     with suppress(ReadOnly):  # nobody can write there
         if files.identity(directory / "lock") is not None:
@@ -123,8 +127,8 @@ def carry_out(directory: Path, found: Salvage, files: Files = DISK) -> Path:
 
     The new folder is whole and durable before anything is moved. From then on a file says that the folder is half one
     and half the other, and no start goes on in it: `finish` does the rest, as often as it is interrupted.
-    Raises StateLocked: a coordinator is at work here; nothing was changed. Raises NoRoom, StorageFailed: the folder is
-    as it was, or to be finished by `finish`.
+    Raises StateLocked: a coordinator is at work here; nothing was changed.
+    Raises NoRoom, StorageFailed: the folder is as it was, or to be finished by `finish`.
     """
     with closing(files.lock(directory / "lock")):
         refuse_half_salvaged(directory, files)
@@ -144,7 +148,8 @@ def is_unfinished(directory: Path, files: Files = DISK) -> bool:
 
 def finish(directory: Path, files: Files = DISK) -> Path:
     """Go on with a salvage that was interrupted, where it stopped. Returns where the old files are.
-    Raises StateLocked, NoRoom, StorageFailed: as `carry_out`. Raises StateMismatch: no file says how far it came."""
+    Raises StateLocked, NoRoom, StorageFailed: as `carry_out`. Raises StateMismatch: the file that
+    says how far it came is damaged."""
     with closing(files.lock(directory / "lock")):
         return _swap(directory, _step(directory, files), files)
 

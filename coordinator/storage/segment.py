@@ -77,7 +77,8 @@ class Attachment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A record in its place in the journal. Equal by the digest of their bytes: records may hold NaN."""
+    """A record in its place in the journal. Two are equal by the digest of their bytes: a record with NaN
+    in it is not equal to itself."""
 
     sequence: int
     record: Record = field(compare=False)

@@ -152,8 +152,9 @@ class Store:
         place: Place = as_they_are,
     ) -> "Store":
         """Begin a run: an empty journal, snapshots of version 0, then the record that makes them valid. `place` puts
-        buffers where they are kept. Raises StorageError: as `Journal.open`; StateMismatch: the directory already holds
-        a run, or lost its journal."""
+        buffers where they are kept.
+        Raises StorageError: as `Journal.open`.
+        Raises StateMismatch: the directory already holds a run, or lost its journal."""
         journal, found = Journal.look(directory, segment_bytes=segment_bytes, files=files)
         with journal.closed_on_error():
             if found.items():
@@ -313,8 +314,12 @@ class Store:
     ) -> rec.WindowCommitted:
         """Make a commit durable, and only then swap its buffers in. `next_snapshot` may be due then. `in_store`: the
         update is in the object store.
-        Raises NoRoom: nothing was changed; the reservation stays. Raises Fenced: another coordinator has taken this
-        state over. Nothing was changed. Raises StorageFailed: it may be durable or not. Exit and recover."""
+
+        Raises:
+            NoRoom: nothing was changed; the reservation stays.
+            Fenced: another coordinator has taken this state over. Nothing was changed.
+            StorageFailed: it may be durable or not. Exit and recover.
+        """
         record = commits.completed(draft, result)
         self._take(self._journal.append(record, b"" if in_store else result.update, reserved=reserved))
         self.sync()
@@ -416,8 +421,12 @@ class Store:
 
     def adopt(self, record: rec.Adopted) -> None:
         """Go on from the anchors that were fetched: durable, and then true of the buffers, too.
-        Raises NoRoom: nothing was changed but the epoch's file. Raises Fenced: another coordinator has taken this state
-        over. Nothing was changed. Raises StorageFailed: it may be durable or not. Exit and recover."""
+
+        Raises:
+            NoRoom: nothing was changed but the epoch's file.
+            Fenced: another coordinator has taken this state over. Nothing was changed.
+            StorageFailed: it may be durable or not. Exit and recover.
+        """
         if not self._claimed:  # else there was no room for the record when it was tried before
             self._journal.require_ours()
             self._claimed = claim_epoch(self.directory, seen=record.epoch - 1, files=self._files)

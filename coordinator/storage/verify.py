@@ -207,7 +207,8 @@ class _Damaged(StorageError):
 
 def verify(directory: Path, files: Files = DISK) -> Report:
     """Look at everything, as the disk has it and not the cache, where the system can do that.
-    Raises StateMismatch: there is no journal. Raises StorageFailed: the disk refused a read of sound bytes."""
+    Raises StateMismatch: there is no journal. Raises StorageFailed: the disk refused a read, other than of a damaged
+    file."""
     journal_folder(directory, files)
     _forget(directory, files)
     reports: list[Report] = []

@@ -52,8 +52,10 @@ class CodecReport:
 
 
 def run(plan: Plan, say: Callable[[str], None] = lambda what: None) -> CodecReport:
-    """Measure all of it, quality first: it does not mind a busy machine. `say`: what begins now. Raises CorpusError:
-    there is no text to take outer gradients from."""
+    """Measure all of it, quality first: it does not mind a busy machine. `say`: what begins now.
+
+    Raises CorpusError: there is no text to take outer gradients from.
+    """
     began = time.monotonic()
     quality = tuple(_quality(plan, say))
     return CodecReport(

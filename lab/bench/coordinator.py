@@ -58,7 +58,8 @@ def measure(
     """This number of nodes, whose steps last `step_s` and whose files and logs are in a folder of `out`.
 
     `store`: URL of the object store that deltas and updates go by; empty: they go by the session.
-    `standby`: the nodes begin once a second coordinator is in sync. Raises CommandError: a process failed or took long.
+    `standby`: the nodes begin once a second coordinator is in sync.
+    Raises CommandError: a process failed, or took too long.
     """
     bulk = "store" if store else "session"
     out = out / f"{nodes}-{bulk}{'-standby' * standby}"

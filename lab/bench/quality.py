@@ -89,8 +89,8 @@ def run_one(spec: RunSpec, corpus: Corpus, on_step: OnStep = lambda: None, *, de
     """Train the spec's model with `min_nodes` nodes on virtual time.
 
     On a CPU equal specs give equal losses, bit for bit; on a GPU nearly equal ones, for sums there have no fixed order.
-    All nodes share the one `device`; the coordinator computes on the CPU, as the daemon does. Raises NodeError: the
-    corpus is not the run's, or its numbers broke.
+    All nodes share the one `device`; the coordinator computes on the CPU, as the daemon does.
+    Raises NodeError: the corpus is not the run's, or its numbers broke.
     """
     began = time.process_time()
     problem = BuiltIn(spec, corpus, on_step, device=torch.device(device))

@@ -227,8 +227,11 @@ schedules of all peaks are alike."""
 
 
 def plan_grid(grid: Grid, *, data: DataConfig, out: Path, device: str = CPU) -> QualityPlan:
-    """The runs of a grid; its variants as they are spelled, the first one the baseline. Raises CommandError: a word or
-    a setting cannot be used; CorpusError: there is no text."""
+    """The runs of a grid; its variants as they are spelled, the first one the baseline.
+
+    Raises CommandError: a word or a setting cannot be used.
+    Raises CorpusError: there is no text.
+    """
     corpus = load_corpus(data.path, max_bytes=data.max_bytes)
     settings = run_settings(grid.settings, origin="--set")
     if wrong := sorted(_OPTIONS.keys() & settings.keys()):

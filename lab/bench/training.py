@@ -189,8 +189,11 @@ class OuterGradients:
 
 
 def outer_gradients(settings: Settings, *, folder: Path | None = None) -> OuterGradients:
-    """The deltas of `settings`, from `folder` where they were put there before. Raises CorpusError: there is no text to
-    train on; CommandError: `folder` cannot be written."""
+    """The deltas of `settings`, from `folder` where they were put there before.
+
+    Raises CorpusError: there is no text to train on.
+    Raises CommandError: `folder` cannot be written.
+    """
     corpus = load_corpus(max_bytes=4_000_000)
     content = dumps([dataclasses.asdict(settings), corpus.digest, torch.__version__], sort_keys=True)
     key = hashlib.sha256(content.encode()).hexdigest()[:12]

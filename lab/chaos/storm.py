@@ -299,11 +299,8 @@ class Storm:
         self.state_dir = out / "state"
         self._bind, self._http = free_port(), free_port()
         self._history, self._recoveries = History(), Recoveries()
-        self._memory, self._ballast, self._tail = (
-            Memory(out / "memory.csv"),
-            Ballast(self.state_dir),
-            Tail(self.state_dir),
-        )
+        self._memory, self._ballast = Memory(out / "memory.csv"), Ballast(self.state_dir)
+        self._tail = Tail(self.state_dir)
         self._books = {name: Book(out / f"anchors-{name}.jsonl") for name in nodes}
         self._relays = {name: Relay(target_host="127.0.0.1", target_port=self._bind, link=GOOD_LINK) for name in nodes}
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []

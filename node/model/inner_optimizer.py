@@ -143,7 +143,8 @@ def _shared_out(buffers: Sequence[Tensor], mesh: Any) -> list[Tensor]:
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """About the nearest orthogonal matrices of a stack [count, rows, columns], fp32 on a CPU, else bf16; 0 of 0."""
+    """Nearly the nearest orthogonal matrices of a stack [count, rows, columns]: fp32 on a CPU, else bf16. Of zeros:
+    zeros."""
     tall = matrices.shape[1] > matrices.shape[2]
     found = matrices.float().mT if tall else matrices.float()
     found = found / found.norm(dim=(1, 2), keepdim=True).clamp(min=1e-18)  # the squares of less are no numbers in fp32

@@ -297,7 +297,8 @@ def _elements(tensor: Tensor, slot: TensorSlot) -> Tensor:
 
 
 def _some(tensor: Tensor) -> Tensor:
-    """A few elements of this process's part, a copy, fp64. An odd stride, so that they are of many columns."""
+    """A few elements of this process's part, a copy, fp64. An odd stride, so that not one column of a matrix
+    stands for all."""
     flat = local_of(tensor.detach()).reshape(-1)
     return flat[:: flat.numel() // _ELEMENTS | 1][:_ELEMENTS].to(torch.float64, copy=True)
 

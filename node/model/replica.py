@@ -630,7 +630,8 @@ class Replica:
 
     @property
     def _can_exchange(self) -> bool:
-        """Whether anchors can hold the local weights: not of parts or other types, nor statistics, which change."""
+        """Whether anchors can hold the local weights. They cannot hold those of a sharded model or of another type than
+        fp32, nor statistics, which a forward pass may change."""
         parameters = self.parameters.values()
         return type(self.weights) is Weights and all(p.dtype == torch.float32 and p.requires_grad for p in parameters)
 

@@ -38,8 +38,10 @@ def within(ranges: list[slice], start: int, length: int) -> list[slice]:
 
 
 def largest_bits(x: Tensor, span: slice) -> int:
-    """Bits of the largest magnitude in a part of x fp32, 0 if it is empty; tile by tile. Raises NonFiniteError: the
-    part holds a NaN or an infinity."""
+    """Bits of the largest magnitude in a part of x fp32, 0 if it is empty; tile by tile.
+
+    Raises NonFiniteError: the part holds a NaN or an infinity.
+    """
     largest = 0
     if (fast := fast_sparse(x.device)) is not None:
         largest = int(fast.largest_magnitude(x[span]))

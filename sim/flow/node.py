@@ -410,6 +410,8 @@ def round_of(window: int, fragment: int, slots: int) -> int:
 
 
 class Window:
+    """One fragment's next outer step."""
+
     def __init__(self, fragment: int, number: int, expected: set[int], now: float) -> None:
         self.fragment, self.number, self.expected, self.opened_at = fragment, number, expected, now
         self.removed: set[int] = set()

@@ -273,6 +273,8 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
+    """One line of the table, one seed."""
+
     variant: str
     value: float | None  # of the swept key
     setting: Setting
@@ -332,6 +334,8 @@ def _gathered(groups: tuple[Group, ...], clusters: int | None) -> tuple[Group, .
 
 
 class FailureTrace:
+    """What is drawn for one node: its crashes, outages, jitter and step times."""
+
     def __init__(self, group: Group, *, seed: int, index: int) -> None:
         self._group = group
         self._crashes, self._outages, self._jitter = (
