@@ -21,7 +21,8 @@ def dump_toml(tables: Mapping[str, Mapping[str, object]]) -> str:
     Raises TypeError: a value is neither text, number, truth value nor a list or table of these."""
     sections = []
     for table, values in tables.items():
-        sections.append("\n".join([f"[{table}]", *[f"{key} = {_value(value)}" for key, value in values.items()]]))
+        lines = [f"{key} = {_value(value)}" for key, value in values.items()]
+        sections.append("\n".join([f"[{table}]", *lines]))
     return "\n\n".join(sections) + "\n"
 
 

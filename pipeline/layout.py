@@ -55,13 +55,14 @@ def read_layout(path: Path) -> tuple[StageLayout, dict[str, str]]:
     layout = _layout(file)
     if fault := next(layout.faults(), ""):
         raise LayoutError(f"{path}: {fault}")
-    for node in (node for stage in layout.stages for node in stage.replicas):
-        if node not in file.addresses:
-            raise LayoutError(f"{path}: addresses has none of {node}; every stage must be reachable by the others")
-        try:
-            parse_tcp(file.addresses[node])
-        except ValueError as error:
-            raise LayoutError(f"{path}: addresses of {node}: {error}") from error
+    for stage in layout.stages:
+        for node in stage.replicas:
+            if node not in file.addresses:
+                raise LayoutError(f"{path}: addresses has none of {node}; every stage must be reachable by the others")
+            try:
+                parse_tcp(file.addresses[node])
+            except ValueError as error:
+                raise LayoutError(f"{path}: addresses of {node}: {error}") from error
     return layout, dict(file.addresses)
 
 

@@ -135,7 +135,8 @@ def matching_s(left: Sequence[int], right: Sequence[int], message_s: Sequence[Se
     high = len(values) - 1
     while low < high:
         middle = (low + high) // 2
-        if bool((maximum_bipartite_matching(csr_array(cost <= values[middle]), perm_type="column") >= 0).all()):
+        graph = csr_array(cost <= values[middle])
+        if bool((maximum_bipartite_matching(graph, perm_type="column") >= 0).all()):
             high = middle
         else:
             low = middle + 1

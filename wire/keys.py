@@ -42,7 +42,8 @@ def fingerprint(public_key: bytes) -> str:
 def load_secret(path: Path) -> bytes:
     """The secret key in `path`, as 40 characters of Z85. Public keys look alike: those are known by their names. What
     is checked is what is read: one open file, so that it cannot change in between.
-    Raises KeyFileError: missing, malformed, no plain file, another user's, open to others, or named as a public key."""
+    Raises KeyFileError: missing, malformed, a symbolic link or no file at all, another user's, open to others, or named
+    as a public key."""
     if path.suffix == ".pub":
         secret = path.with_suffix(".key")
         raise KeyFileError(f"{path} is a public key by its name; the secret key belongs here: {secret}")

@@ -207,7 +207,8 @@ class Transfers:
         return sum(outgoing.in_flight for outgoing in self._outgoing.values() if outgoing.background)
 
     def waits(self, now: float) -> bool | None:
-        """Whether a blob could go on now: True: only a background one, False: another one, None: none."""
+        """Whether a blob could go on now: True for a background one while no other could, False for one that is not,
+        None for none."""
         found = self._next(now, background=True)
         return None if found is None else found[0].background
 

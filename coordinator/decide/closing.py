@@ -373,7 +373,8 @@ class Closing:
         for window, node in self.node_deadlines.overdue(self._windows, self._run.now):
             if node in window.missing:
                 self.node_deadlines.on_missed(window, node, self._run.now)
-                for one in [window] if self.node_deadlines.expects(node, self._run.now) else self._windows.values():
+                expects = self.node_deadlines.expects(node, self._run.now)
+                for one in [window] if expects else self._windows.values():
                     if one.state == "open" and node in one.missing:
                         one.removed[node] = Reason.LATE
 

@@ -156,13 +156,7 @@ class Membership:
             self._grant_again(member)
         for fragment in fragments_of(member.holds, self._ledger.spec.identity.layout):
             held = next((ref for ref in hello.anchors if ref.fragment == fragment.index), restores.get(fragment.index))
-            if held is None and self._ledger.versions[fragment.index] == 0:
-                continue  # it may have the same weights already, and asks if not
-            updates = self._ledger.updates_after(fragment.index, held)
-            if updates is None:
-                self._decisions.do(ev.SendSnapshot(node=name, fragment=fragment.index))
-            for committed in updates or ():
-                self._decisions.do(ev.Publish(nodes=(name,), committed=committed))
+            self._catch_up(name, fragment.index, held)
         if not self._run.begun:
             self.start_ready(now, "none")
 
@@ -217,6 +211,16 @@ class Membership:
             if window.removed.get(member.name) in (Reason.CLOSED, Reason.SILENT, Reason.STALLED):
                 del window.removed[member.name]
                 member.awaited_since = now
+
+    def _catch_up(self, node: NodeId, fragment: int, held: msg.AnchorRef | None) -> None:
+        """Send what the node's anchor of a fragment lacks."""
+        if held is None and self._ledger.versions[fragment] == 0:
+            return  # it may have the same weights already, and asks if not
+        updates = self._ledger.updates_after(fragment, held)
+        if updates is None:
+            self._decisions.do(ev.SendSnapshot(node=node, fragment=fragment))
+        for committed in updates or ():
+            self._decisions.do(ev.Publish(nodes=(node,), committed=committed))
 
     # --- starting
 

@@ -100,7 +100,8 @@ def load(path: Path, files: Files = DISK, *, fingerprint: str | None = None) -> 
             raise SnapshotCorrupt(path, f"format version {found} is unknown here; this farloop knows {FORMAT_VERSION}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SnapshotCorrupt(path, f"cannot be read: {error}") from error
-    if metadata.pop("checksum", None) != _checksum(tensors, metadata):
+    checksum = metadata.pop("checksum", None)
+    if checksum != _checksum(tensors, metadata):
         raise SnapshotCorrupt(path, "its content does not match its checksum")
     try:
         snapshot = Snapshot(
