@@ -193,9 +193,11 @@ class Deadlines:
             if window.state == "open" and not window.waits
             for node in sorted(set(window.removed) - window.contributors)
         ]
+        if not late and not stands:  # as at most events: no need of the usual time
+            return None
         quiet_s, usual = now - self._moved_at, self._usual_window_s
         run_s = FIRST_S if usual is None else max(FLOOR_S, MULTIPLE * usual)
-        if not late and not (stands and quiet_s >= ALARM_SHARE * run_s):
+        if not late and quiet_s < ALARM_SHARE * run_s:
             return None
         than = f"; a window usually takes {duration_text(usual)}" if usual is not None else ""
         owed: dict[NodeId, list[Window]] = {}
