@@ -254,6 +254,8 @@ class Mirror:
     def fail(self, error: StorageError) -> None:
         """End this leader: whatever waits or is to be told fails."""
         with self._moved:
+            if self.error is None:
+                _log.error("this leader ends why=%r", str(error))
             self.error = self.error or error
             self._moved.notify_all()
 

@@ -160,6 +160,7 @@ class StorageQueue:
         directory that another one has taken over."""
         if self._clock.now() - self._called_at < LOOK_S:
             return
+        self._called_at = self._clock.now()
 
         def failed(error: Exception) -> None:
             if not isinstance(error, NoRoom):  # no descriptor is free: the next look tells
@@ -236,7 +237,8 @@ class StorageQueue:
         self._clock.call_later(RETRY_S, over)
 
     def _submit(self, call: Callable[[], _T], done: Callable[[_T], None], failed: Failed) -> None:
-        self._called_at = self._clock.now()
+        if not self.hold:  # what finds no room ends before it would notice
+            self._called_at = self._clock.now()
         self._worker.submit(call, done, failed)
 
     # --- In the worker

@@ -551,15 +551,19 @@ def test_a_leader_that_hears_nobody_lets_the_standby_lead_first(pair: Pair, spec
         assert pair.terms.term is not None and pair.terms.term.leader == "a"
 
 
-def test_a_leader_that_writes_nothing_notices_that_another_leads(pair: Pair, spec: RunSpec) -> None:
+def test_a_leader_that_writes_nothing_notices_that_another_leads(
+    pair: Pair, spec: RunSpec, caplog: pytest.LogCaptureFixture
+) -> None:
     store = pair.begin(spec)
     term, version = pair.terms.read()
     assert term is not None
     pair.terms.replace(
         Term(run="r", leader="a", process="2", term=2, address=""), version
     )  # another process of its name
-    pair.time += 10.0
-    pair.mirror.tick()
+    for _ in range(2):
+        pair.time += 10.0
+        pair.mirror.tick()
+    assert caplog.text.count("this leader ends why='/state: a leads the run since term 2") == 1
     with pytest.raises(Deposed):
         store.require_ours()
 
