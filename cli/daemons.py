@@ -106,7 +106,8 @@ def run_coordinator(
             require_no_run(config.state_dir)  # before the record says that this one leads
         if config.leads_by:
             flags = {"--rewind": rewind, "--adopt-from-nodes": adopt_patience_s is not None, "--restore": restore_from}
-            found = _led(config, plan, place, force=force_lead, once=[flag for flag, given in flags.items() if given])
+            once = [flag for flag, given in flags.items() if given]
+            found = _led(config, plan, place, force=force_lead, once=once, copies=restore_from or config.copy_to)
             if found is None:
                 say("stopped while it stood by; the same command stands by again")
                 return ExitCode.DONE
@@ -187,13 +188,15 @@ def tell_of_stores(config: CoordinatorConfig, bulk: Sign | None) -> threading.Th
 
 
 def _led(
-    config: CoordinatorConfig, plan: Plan, place: Place, *, force: bool, once: Sequence[str]
+    config: CoordinatorConfig, plan: Plan, place: Place, *, force: bool, once: Sequence[str], copies: str
 ) -> tuple[Leadership, Follower | None] | None:
     """Wait until this process leads; None once a signal has ended that. With the state in memory, if it has followed
     another's. `once`: flags for a start that leads: one that came true when the leader is lost, days later, would
-    change another state than it was given for. Raises CommandError, CopyFailed, StorageError, KeyFileError."""
+    change another state than it was given for. `copies`: as `Contender.copies`. Raises CommandError, CopyFailed,
+    StorageError, KeyFileError."""
     signals: list[int] = []
     contender = Contender(config, plan.spec.identity.fingerprint(), term_store(config.leads_by), place)
+    contender.copies = copies
     with ExitStack() as standing_by:
 
         def stand_by() -> None:

@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeVar
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from farloop.coordinator.errors import Deposed, StorageFailed
-from farloop.coordinator.storage.files import DISK, Files, no_room
+from farloop.coordinator.storage.files import DISK, Files, disk_errors
 
 _log = logging.getLogger(__name__)
 
@@ -414,11 +414,8 @@ def mark(root: Path, marks: str, files: Files = DISK) -> None:
     """
     files.make_directory(root)
     path = root / MARK
-    try:
-        with files.replacing(path) as temporary:
-            files.write_bytes(temporary, marks.encode())
-    except OSError as error:
-        raise no_room(path, error.errno) or StorageFailed(path, f"write: {error.strerror}") from error
+    with disk_errors(path, "write", room=True), files.replacing(path) as temporary:
+        files.write_bytes(temporary, marks.encode())
 
 
 def unmark(root: Path, files: Files = DISK) -> None:
@@ -428,10 +425,12 @@ def unmark(root: Path, files: Files = DISK) -> None:
 
 def marked(root: Path, files: Files = DISK) -> list[str] | None:
     """The marks of a folder that was led or mirrored by a record: another's state may take the place of this. None: it
-    was not."""
-    if files.identity(root / MARK) is None:
+    was not. Raises StorageFailed, NoRoom."""
+    path = root / MARK
+    if files.identity(path) is None:
         return None
-    return files.read_bytes(root / MARK).decode(errors="replace").split()
+    with disk_errors(path, "read", room=True):
+        return files.read_bytes(path).decode(errors="replace").split()
 
 
 def patiently(call: Callable[[], T], stopped: Callable[[], bool], what: str = "read") -> T | None:

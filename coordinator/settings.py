@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Final
 from urllib.parse import parse_qs, urlsplit
 
-from farloop.monitoring.addresses import check_listening, check_tcp_listening, parse_each_tcp
+from farloop.monitoring.addresses import check_listening, check_tcp_listening, parse_each_tcp, parse_host_port
 from farloop.monitoring.tcp_connection import check_congestion
 from farloop.monitoring.units import TIME, AtLeast, OneOf, check_duration
 from farloop.wire.keys import check_name
@@ -64,10 +64,23 @@ def check_leads_by(url: str) -> None:
     elif parts.scheme not in shapes:
         known = ", ".join(f"{scheme}://" for scheme in (*SCHEMES, *shapes))
         raise ValueError(f"expected a URL that begins with one of {known}; got {url!r}")
-    elif not parts.netloc or not parts.path.strip("/"):
-        raise ValueError(f"expected {shapes[parts.scheme]}; got {url!r}")
-    elif not parse_qs(parts.query, keep_blank_values=True).keys() <= {*options[parts.scheme]}:
-        raise ValueError(f"expected options out of {', '.join(options[parts.scheme])}; got {parts.query!r}")
+    else:
+        name, given = parts.path.strip("/"), parse_qs(parts.query, keep_blank_values=True)
+        if not parts.netloc or not name or (parts.scheme == "k8s" and "/" in name):
+            raise ValueError(f"expected {shapes[parts.scheme]}; got {url!r}")
+        if not given.keys() <= {*options[parts.scheme]}:
+            raise ValueError(f"expected options out of {', '.join(options[parts.scheme])}; got {parts.query!r}")
+        if blank := [option for option, values in given.items() if "" in values]:
+            raise ValueError(f"expected a value for {', '.join(blank)}; got {parts.query!r}")
+        if ("cert" in given) != ("key" in given):
+            raise ValueError(f"cert and key go together; got {parts.query!r}")
+        if parts.scheme == "etcd":
+            parse_host_port(parts.netloc)
+        for text in given.get("api", ()):
+            api = urlsplit(text)
+            if api.scheme not in ("http", "https") or not api.netloc:
+                raise ValueError(f"expected api=https://HOST:PORT; got {text!r}")
+            parse_host_port(api.netloc if ":" in api.netloc.rpartition("]")[2] else f"{api.netloc}:443")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

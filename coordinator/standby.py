@@ -11,9 +11,21 @@ from pathlib import Path
 from typing import Final
 
 from farloop.coordinator.errors import StartRefused
-from farloop.coordinator.leadership import Leadership, Term, TermStore, Unreachable, Version, mark, marked, patiently
+from farloop.coordinator.leadership import (
+    TIMEOUT_S,
+    Leadership,
+    Term,
+    TermStore,
+    Unreachable,
+    Version,
+    mark,
+    marked,
+    patiently,
+)
 from farloop.coordinator.net.zmq_mirror import SILENCE_S, MirrorClient, leading_peer
 from farloop.coordinator.settings import CoordinatorConfig
+from farloop.coordinator.storage.bucket import Bucket, CopyFailed
+from farloop.coordinator.storage.copies import read_manifest
 from farloop.coordinator.storage.files import DISK, Files
 from farloop.coordinator.storage.follower import Follower, Following
 from farloop.coordinator.storage.mirror import finish_incoming
@@ -24,6 +36,7 @@ from farloop.monitoring.addresses import Address, parse_each_tcp
 _log = logging.getLogger(__name__)
 
 ASK_S: Final = 0.5  # between two tries to take over
+AWAIT_S: Final = 60.0  # for a leader that is silent, before an empty folder goes on from a copy in its place
 
 
 class Contender:
@@ -34,6 +47,8 @@ class Contender:
         self._config, self._store, self._place = config, store, place
         self._root = config.state_dir
         self.files: Files = DISK
+        self.copies = config.copy_to
+        """Whose newest copy an empty folder is restored from."""
         self.name = config.name or socket.gethostname()
         self._own = Term(run=run, leader=self.name, process=secrets.token_hex(8), term=0, address=config.bind)
         self.leader: Term | None = None
@@ -92,7 +107,7 @@ class Contender:
                     f"a record said who leads its run, and {self._config.leads_by} has none: put it back, or start the "
                     "coordinator that led last with --force-lead",
                 )
-            if force or self._may_begin(self.leader):
+            if force or self._may_begin(self.leader, stopped):
                 claim = partial(self._claim, version, force=force)
                 leadership = patiently(claim, stopped, "changed")
                 if leadership is not None:
@@ -121,18 +136,48 @@ class Contender:
                 )
         return None
 
-    def _may_begin(self, found: Term | None) -> bool:
+    def _may_begin(self, found: Term | None, stopped: Callable[[], bool]) -> bool:
         """Whether this process may lead without having stood by: there was no leader, it is the last one and has its
-        folder, or the last one's state is to be recovered from copies."""
+        folder, or the last one's state is to be recovered from copies. Raises StartRefused: there is no copy."""
         if found is None:
             return True
         if self._has_run():
             return found.leader == self.name and self._has_all_of(found)
         if found.in_sync:
             return False  # one of those has all
-        if self._config.recover == "auto" and not self._leading_peer():
+        if self._config.recover == "auto" and self._is_silent(found, stopped):
+            if why := self._no_copy(found):
+                raise StartRefused(self._root, why)
             return True
         return found.leader == self.name and not found.mark
+
+    def _is_silent(self, found: Term, stopped: Callable[[], bool]) -> bool:
+        """Whether no leader answers at `peers`, for `AWAIT_S` if another has led: its host may be starting."""
+        until = time.monotonic()
+        if self._config.peers and found.mark and found.leader != self.name:
+            until += AWAIT_S
+            _log.warning("waits for the leader name=%s at_most_s=%d", found.leader, AWAIT_S)
+        while (peer := self._leading_peer()) is None and time.monotonic() < until and not stopped():
+            time.sleep(ASK_S)
+        return peer is None
+
+    def _no_copy(self, found: Term) -> str:
+        """Why no copy can take the place of what was told, and what to do; empty: one can, or the run has not begun."""
+        if not found.mark:
+            return ""
+        why = f"{self.copies} holds no copy of this run"
+        try:
+            patience_s = TIMEOUT_S if self.client else 0.0  # a standby has to hear the leader meanwhile
+            manifest = read_manifest(Bucket(self.copies, patience_s=patience_s))
+            if manifest is not None and manifest["fingerprint"] == self._own.run:
+                return ""
+        except CopyFailed as error:
+            why = str(error)
+        return (
+            f"holds no run, and no copy can take the place of what {found.leader} told ({why}): start the coordinator "
+            "that has its folder, with --force-lead if the record does not let it lead; if all are lost, remove the "
+            "record to begin a new run"
+        )
 
     def _leading_peer(self) -> Address | None:
         return leading_peer(parse_each_tcp(self._config.peers), self._config.key) if self._config.peers else None
@@ -192,7 +237,7 @@ class Contender:
             if self.name not in self.leader.in_sync:
                 only = f"only {self.leader.leader} can go on"
                 if self.leader.leader == self.name:
-                    others = " or ".join(self.leader.in_sync) or "the folder that led"
+                    others = " or ".join(self.leader.in_sync) or "the coordinator that has the folder that led"
                     only = (
                         f"it led with another folder, or before this one was salvaged: start {others}, or --force-lead"
                     )
@@ -215,6 +260,9 @@ class Contender:
                     f"the record has {self.name} in sync, and this folder has not what it says: start {others}, or put "
                     f"back the folder that {self.name} had; if all are lost, {last}"
                 )
+                return None
+            if is_lost and (why := self._no_copy(self.leader)):
+                self._say(why)
                 return None
             leadership = self._claim(version)
         except Unreachable as error:

@@ -85,6 +85,10 @@ def parse_host_port(text: str, *, listens: bool = False) -> Address:
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host
     known = is_ip(host) and ":" in host if bracketed else re.fullmatch(r"[^\s:/\[\]]+", host)
+    try:
+        host.encode("idna")  # as the resolver does: a..b is no name
+    except UnicodeError:
+        known = None
     if not separator or not known:
         raise ValueError(f"expected host:port, as 127.0.0.1:7700 or [::1]:7700; got {text!r}")
     least = 0 if listens else 1

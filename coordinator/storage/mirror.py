@@ -38,7 +38,7 @@ import xxhash
 
 from farloop.coordinator.errors import NoRoom, StorageError, StorageFailed
 from farloop.coordinator.leadership import MARK, Leadership, mark
-from farloop.coordinator.storage.files import DISK, Bytes, File, Files, Identity, Lock
+from farloop.coordinator.storage.files import DISK, Bytes, File, Files, Identity, Lock, disk_errors
 from farloop.monitoring.status import StandbyStatus
 from farloop.monitoring.units import duration_text
 
@@ -833,14 +833,20 @@ def clear_incoming(root: Path, files: Files = DISK) -> None:
 
 def finish_incoming(root: Path, files: Files = DISK) -> None:
     """Let the state that a standby was given take the place of the old one, if it is whole, and delete it if not. Can
-    be repeated after every crash."""
+    be repeated after every crash. Raises OSError, StorageError."""
     base = root / INCOMING
     if not files.is_directory(base):
         return
     if files.identity(base / _COMPLETE) is None:
         clear_incoming(root, files)
         return
-    stay = set(json.loads(files.read_bytes(base / _COMPLETE)))
+    try:
+        with disk_errors(base / _COMPLETE, "read", room=True):
+            stay = set(json.loads(files.read_bytes(base / _COMPLETE)))
+    except (ValueError, TypeError) as error:
+        failed = StorageFailed(base / _COMPLETE, "does not say which files stay")
+        failed.next_step = "give an empty --state DIR: as a standby it is given all"
+        raise failed from error
     files.make_directory(root / _SNAPSHOTS)
     for name in _contents(root, files):
         if name not in stay:

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import http.server
+import re
 import shutil
 import socket
 import subprocess
@@ -19,7 +20,15 @@ import pytest
 from disk_faults import refuse
 from terms_in_memory import Terms
 
-from farloop.coordinator.errors import Deposed, StateLocked, StateMismatch, StorageError, StorageFailed
+from farloop.coordinator.errors import (
+    Deposed,
+    NoRoom,
+    StartRefused,
+    StateLocked,
+    StateMismatch,
+    StorageError,
+    StorageFailed,
+)
 from farloop.coordinator.leadership import (
     Leadership,
     Term,
@@ -37,7 +46,7 @@ from farloop.coordinator.standby import Contender
 from farloop.coordinator.storage.bucket import Bucket, CopyFailed
 from farloop.coordinator.storage.files import DISK, OsFiles
 from farloop.coordinator.storage.follower import Following
-from farloop.coordinator.storage.mirror import INCOMING
+from farloop.coordinator.storage.mirror import INCOMING, finish_incoming
 from farloop.coordinator.storage.recovery import as_they_are
 from farloop.coordinator.storage.segment import segment_header
 from farloop.lab.chaos import record_server
@@ -224,11 +233,23 @@ def test_something_else_in_its_place_is_no_record(tmp_path: Path, content: bytes
         ("k8s://farloop", "expected k8s://NAMESPACE/NAME"),
         ("file://x", "three slashes"),
         ("etcd://host:2379/x?cafile=/ca.crt", r"expected options out of ca, cert, key; got 'cafile=/ca\.crt'"),
+        ("etcd://host:2379/x?ca=", "expected a value for ca; got 'ca='"),
+        ("etcd://host:2379/x?key=/k", "cert and key go together; got 'key=/k'"),
+        ("etcd://host:2379/x?cert=/c&ca=/ca", "cert and key go together"),
+        ("etcd://host/x", "expected host:port"),
+        ("etcd://host:abc/x", "'abc' is not a port"),
+        ("etcd://host:99999/x", "'99999' is not a port"),
+        ("etcd://a..b:2379/x", r"expected host:port, .* got 'a\.\.b:2379'"),
+        ("k8s://farloop/x/y", "expected k8s://NAMESPACE/NAME"),
+        ("k8s://farloop/x?api=nonsense", "expected api=https://HOST:PORT; got 'nonsense'"),
+        ("k8s://farloop/x?api=https://host:abc", "'abc' is not a port"),
     ],
 )
 def test_urls(url: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         check_leads_by(url)
+    for good in ("etcd://[::1]:2379/a/b?ca=/ca&cert=/c&key=/k", "k8s://farloop/x?api=https://api.example&account=/a"):
+        check_leads_by(good)
 
 
 # The records of a run's life
@@ -451,6 +472,27 @@ def test_a_mark_that_cannot_be_written_is_one_line(
     assert marked(tmp_path) is None
 
 
+@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE])
+def test_a_mark_that_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    mark(tmp_path, "1")
+    monkeypatch.setattr(OsFiles, "read_bytes", refuse(code))
+    with pytest.raises(NoRoom if code == errno.EMFILE else StorageFailed, match="has-standbys"):
+        marked(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b'["journal', b"\xff", b"7"])
+def test_a_list_of_files_that_cannot_be_read_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    (tmp_path / INCOMING).mkdir()
+    (tmp_path / INCOMING / "complete").write_bytes(content)
+    with pytest.raises(StorageFailed, match="complete: does not say which files stay"):
+        finish_incoming(tmp_path)
+    monkeypatch.setattr(OsFiles, "read_bytes", refuse(errno.EIO))
+    with pytest.raises(StorageFailed, match="complete: read: Input/output error"):
+        finish_incoming(tmp_path)
+
+
 def test_a_second_one_stands_by(tmp_path: Path) -> None:
     assert Start(tmp_path, "a", **PAIR).lead() is not None
     b = Start(tmp_path, "b", **PAIR)
@@ -561,6 +603,10 @@ def test_only_a_folder_with_the_leaders_state_goes_on(tmp_path: Path) -> None:
     again = Start(tmp_path, "a", **PAIR)
     assert again.contender._take_over() is None
     assert "it led with another folder, or before this one was salvaged: start b, or" in again.contender.told
+    leads.set_in_sync(())
+    assert again.contender._take_over() is None
+    assert "start the coordinator that has the folder that led, or --force-lead" in again.contender.told
+    leads.set_in_sync(("b",))
     mark(b.config.state_dir, leads.term.mark)
     taken = b.contender._take_over()
     assert taken is not None
@@ -648,9 +694,62 @@ def test_of_two_standbys_the_second_gives_the_first_time_to_be_heard(
     assert c._take_over() is not None
 
 
-def test_an_emptied_folder_is_recovered_from_copies_only_where_no_other_may_have_all(tmp_path: Path) -> None:
+COPY_OF_RUN = {"fingerprint": "8f3c"}
+
+
+def copies(monkeypatch: pytest.MonkeyPatch, manifest: dict[str, str] | CopyFailed | None) -> None:
+    def read(_: Bucket) -> dict[str, str] | None:
+        if isinstance(manifest, CopyFailed):
+            raise manifest
+        return manifest
+
+    monkeypatch.setattr("farloop.coordinator.standby.read_manifest", read)
+
+
+@pytest.mark.parametrize("manifest", [None, {"fingerprint": "0000"}, CopyFailed("s3://x: it is away")])
+def test_an_empty_folder_takes_no_lead_where_no_copy_can_take_the_place_of_what_was_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, manifest: Any
+) -> None:
+    """The leader was silent while its host started: then its folder, the only one, was refused."""
+    copies(monkeypatch, manifest)
+    a = Start(tmp_path, "a")
+    leads = a.lead()
+    assert leads is not None
+    a.has_run()
+    leads.begun()
+    b = Start(tmp_path, "b", recover="auto", copy_to=f"file://{tmp_path}/copies")
+    why = "it is away" if isinstance(manifest, CopyFailed) else "holds no copy of this run"
+    line = rf"what a told .*{why}.*: start the coordinator that has its folder, with --force-lead if"
+    with pytest.raises(StartRefused, match=line):
+        b.lead()
+    leads.set_in_sync(("b",))
+    assert b.contender._take_over() is None and re.search(line, b.contender.told)
+    leads.check()
+    copies(monkeypatch, COPY_OF_RUN)
+    assert b.contender._take_over() is not None
+
+
+@pytest.mark.parametrize(("name", "waits_s"), [("b", 60), ("a", 0)])
+def test_a_leader_that_is_silent_has_a_minute_to_answer_before_a_copy_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, waits_s: int
+) -> None:
+    """Its host may be starting. The same name again has no other to wait for."""
+    copies(monkeypatch, COPY_OF_RUN)
+    slept = list[float]()
+    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
+    monkeypatch.setattr("farloop.coordinator.standby.time", clock)
+    monkeypatch.setattr("farloop.coordinator.standby.leading_peer", lambda peers, key: None)
+    assert term_store(f"file://{tmp_path}/record").replace(dataclasses.replace(FIRST, mark="1"), 0)
+    start = Start(tmp_path, name, recover="auto", copy_to=f"file://{tmp_path}/copies", **PAIR)
+    assert start.lead() is not None and sum(slept) == waits_s
+
+
+def test_an_emptied_folder_is_recovered_from_copies_only_where_no_other_may_have_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A leader that recovers the state takes for granted that those in sync before have theirs."""
-    b = Start(tmp_path, "b", recover="auto", **PAIR).contender
+    copies(monkeypatch, COPY_OF_RUN)
+    b = Start(tmp_path, "b", recover="auto", copy_to=f"file://{tmp_path}/copies", **PAIR).contender
     b._awaited = ("a", "1", float("-inf"))
     term = dataclasses.replace(FIRST, mark="1", term=4, in_sync=("b",))
     for each, may in (

@@ -274,7 +274,7 @@ class World:
         with suppress(leadership.Unreachable):
             found, version = self.terms.read()
             host.contender.leader = found
-            if host.contender._may_begin(found) and (led := host.contender._claim(version)):
+            if host.contender._may_begin(found, lambda: False) and (led := host.contender._claim(version)):
                 host.lead(led)
 
     def live(self, turns: int) -> None:
