@@ -156,7 +156,7 @@ class Contender:
         until = time.monotonic()
         if self._config.peers and found.mark and found.leader != self.name:
             until += AWAIT_S
-            _log.warning("waits for the leader name=%s at_most_s=%d", found.leader, AWAIT_S)
+            _log.info("waits for the leader name=%s at_most_s=%d", found.leader, AWAIT_S)
         while (peer := self._leading_peer()) is None and time.monotonic() < until and not stopped():
             time.sleep(ASK_S)
         return peer is None
