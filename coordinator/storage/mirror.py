@@ -240,16 +240,24 @@ class Mirror:
                     _log.warning("standby not let in name=%s why=%r", name, str(error))
                     self._forget(route)
             if self._now() - self._checked_at >= CHECK_S:
-                self._checked_at = self._now()
-                self.leadership.check()
-                if not self.leadership.why_unchecked:
-                    self._read_at = self._now()
+                self._check_record()
                 for standby in list(self._standbys.values()):
                     self._bring_reports(standby)
         except (OSError, NoRoom) as error:
             _log.warning("reports not brought why=%r", str(error))
         except StorageError as error:
             self.fail(error)
+
+    def _check_record(self) -> bool:
+        """Look at the record, if it is time; whether it was read, and this process leads. Raises Deposed."""
+        if self._now() - self._checked_at < CHECK_S:
+            return False
+        self._checked_at = self._now()
+        self.leadership.check()
+        if self.leadership.why_unchecked:
+            return False
+        self._read_at = self._now()
+        return True
 
     def fail(self, error: StorageError) -> None:
         """End this leader: whatever waits or is to be told fails."""
@@ -264,6 +272,7 @@ class Mirror:
         self.leadership.close()
         with self.lock, self._moved:
             self._ends += 1
+            self.lets_in = False
             self._standbys.clear()
             self._moved.notify_all()
 
@@ -365,14 +374,18 @@ class Mirror:
                         return each
                 self._moved.wait(0.05)
 
-    def wait_for_window(self, to: _Standby | None = None) -> None:
+    def wait_for_window(self, to: _Standby | None = None, most_s: float = math.inf) -> None:
         """Before more of a snapshot is sent to all standbys, or before more is given to one."""
+        until = self._now() + most_s
         with self._moved:
-            while self.error is None and any(
-                each.sent - each.taken > WINDOW_BYTES and not self._is_lost(each)
-                for each in ([to] if to else self._standbys.values())
-            ):
+            while self.error is None and self._now() < until and self._is_full(to):
                 self._moved.wait(0.05)
+
+    def _is_full(self, to: _Standby | None) -> bool:
+        return any(
+            each.sent - each.taken > WINDOW_BYTES and not self._is_lost(each)
+            for each in ([to] if to else self._standbys.values())
+        )
 
     def _is_lost(self, standby: _Standby) -> bool:
         now = self._now()
@@ -389,6 +402,8 @@ class Mirror:
             if not rejoins and not self._is_lost(standby):
                 return
         try:
+            if self._standbys.get(standby.route) is not standby or not (rejoins or self._is_lost(standby)):
+                return
             others = tuple(name for name in self.leadership.term.in_sync if name != standby.name)
             # One that comes back over the same connection has missed nothing, where the store is away
             alone = self.leadership.set_in_sync(others, unless=lambda: not rejoins and not self._is_lost(standby))
@@ -438,7 +453,17 @@ class Mirror:
         own = digests(self.root, self.inner, self._digests)
         standby = self._begin(name, route, {file for file, each in held.items() if own.get(file) == each})
         while self._copy_chunk(standby):
-            pass
+            self._check_record()
+        self._checked_at = -math.inf
+        while not self._check_record():  # another may lead, and have let it in: then its folder is not to be replaced
+            with self._moved:
+                if self.error is not None:
+                    raise self.error
+                self._moved.wait(0.05)
+            if self._is_lost(standby):
+                self._forget(standby.route)
+            if standby.route not in self._standbys:
+                return
         with self.lock:
             if standby.route not in self._standbys:
                 return
@@ -479,9 +504,11 @@ class Mirror:
 
     def _copy_chunk(self, standby: _Standby) -> bool:
         """Give it the next bytes; whether there are more."""
-        self.wait_for_window(standby)
+        self.wait_for_window(standby, CHECK_S)  # then the record is looked at
         if self.error is not None:
             raise self.error
+        if self._is_full(standby):
+            return True
         if self._is_lost(standby):
             self._leave_behind(standby)  # or not: it may be heard again meanwhile
         with self.lock:

@@ -553,6 +553,23 @@ def test_a_claim_of_an_earlier_process_may_arrive_late(tmp_path: Path) -> None:
     assert marked(tmp_path / "a") == ["1"]
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_claim_that_arrives_late_counts_with_the_folder_it_was_made_with(
+    tmp_path: Path, *, is_replaced: bool
+) -> None:
+    c, terms = Start(tmp_path, "c", **PAIR), Terms()
+    c.has_run()
+    c.contender._store = terms
+    terms.term, terms.slow = dataclasses.replace(FIRST, mark="2", recovering=False, in_sync=("c",)), True
+    mark(tmp_path / "c", "2")
+    assert c.contender._take_over() is None
+    if is_replaced:  # by the older state of another
+        mark(tmp_path / "c", "1 3")
+    terms.slow = False
+    terms.arrive()
+    assert terms.term.leader == "c" and (c.contender._take_over() is None) == is_replaced
+
+
 def test_a_run_that_the_record_does_not_know_is_not_replaced(tmp_path: Path) -> None:
     """A host with an empty folder was started before the one that has the run."""
     assert Start(tmp_path, "b", **PAIR).lead() is not None

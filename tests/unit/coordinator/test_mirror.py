@@ -80,7 +80,9 @@ class Clock(Condition):
 
     def wait(self, timeout: float | None = None) -> bool:
         self._pair.time += 0.5
+        self.release()
         self._meanwhile()
+        self.acquire()
         return False
 
 
@@ -566,6 +568,72 @@ def test_a_leader_that_writes_nothing_notices_that_another_leads(
     assert caplog.text.count("this leader ends why='/state: a leads the run since term 2") == 1
     with pytest.raises(Deposed):
         store.require_ours()
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_a_leader_that_another_replaced_replaces_no_folder(pair: Pair, spec: RunSpec, *, is_away: bool) -> None:
+    """It was suspended, or is cut off from the record. The standby asks it once its own leader is lost."""
+    pair.begin(spec)
+    term, version = pair.terms.read()
+    assert term is not None
+    pair.terms.replace(Term(run="r", leader="c", process="3", term=9, address="", in_sync=("b",)), version)
+    pair.terms.away, waits = is_away, [0]
+
+    def hears_and_finds_the_record() -> None:
+        waits[0] += 1
+        pair.mirror.received(pair.route, ["ping"])
+        pair.terms.away = pair.terms.away and waits[0] < 20
+
+    pair.mirror._moved = Clock(pair, hears_and_finds_the_record)
+    with pytest.raises(Deposed, match="c leads"):
+        pair.join()
+    assert pair.replica.whole == 0 and waits[0] == 20 * is_away
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_the_record_is_looked_at_while_a_standby_is_given_the_state(
+    pair: Pair, spec: RunSpec, monkeypatch: pytest.MonkeyPatch, *, is_slow: bool
+) -> None:
+    work(pair.begin(spec))
+    term, version = pair.terms.read()
+    assert term is not None
+    writes = list[list[Any]]()
+
+    def goes_on(head: list[Any]) -> None:
+        if head[1] == "write":
+            writes.append(head)
+            pair.time += 3.0
+            pair.mirror.received(pair.route, ["ping"])
+            pair.terms.replace(Term(run="r", leader="c", process="3", term=9, address=""), version)
+
+    pair.after_change = goes_on
+    pair.mirror._moved = Clock(pair, lambda: pair.mirror.received(pair.route, ["ping"]))
+    if is_slow:  # it takes nothing of what it is sent, and is heard
+        monkeypatch.setattr(mirrors, "WINDOW_BYTES", 0)
+        monkeypatch.setattr(Replica, "taken", property(lambda self: 0, lambda self, taken: None), raising=False)
+    with pytest.raises(Deposed, match="c leads"):
+        pair.join()
+    assert len(writes) == 1 and pair.replica.whole == 0 and pair.time < 10.0
+
+
+def test_a_standby_that_is_heard_while_the_leader_yields_stays_in_sync(pair: Pair, spec: RunSpec) -> None:
+    store = pair.begin(spec)
+    pair.join()
+    pair.mirror.nodes_silent_s = lambda: 60.0
+    sent = list[tuple[bytes, Sequence[Bytes]]]()
+    pair.mirror.send = lambda route, frames: sent.append((route, [bytes(frame) for frame in frames]))
+    pair.time += 10.0
+
+    def comes_back() -> None:
+        pair.mirror.send = pair.deliver
+        for message in sent:
+            pair.deliver(*message)
+        sent.clear()
+
+    pair.mirror._moved = Clock(pair, comes_back)
+    stored_runs.commit(store, 0)
+    assert pair.terms.term is not None and pair.terms.term.in_sync == ("b",) and not sent
+    assert mirrored_names(pair.standby) == mirrored_names(pair.leader)
 
 
 def test_the_record_is_changed_before_the_run_goes_on_alone(pair: Pair, spec: RunSpec) -> None:
