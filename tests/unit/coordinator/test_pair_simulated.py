@@ -19,7 +19,7 @@ from virtual_files import AllOrNothing, Drawn, VirtualFiles
 
 from farloop.coordinator import leadership, standby
 from farloop.coordinator.errors import Deposed, StorageFailed
-from farloop.coordinator.leadership import Leadership
+from farloop.coordinator.leadership import Leadership, Term, Unreachable, Version
 from farloop.coordinator.net.zmq_mirror import SILENCE_S
 from farloop.coordinator.settings import CoordinatorConfig
 from farloop.coordinator.standby import Contender
@@ -35,6 +35,25 @@ WHOLE = AllOrNothing(writes=True, names=True)
 
 class Killed(Exception):
     """The process in whose call this rises is dead."""
+
+
+class View:
+    """The store of the record, as one host reaches it."""
+
+    def __init__(self, world: "World", name: str) -> None:
+        self._world, self._name = world, name
+
+    def read(self) -> tuple[Term | None, Version]:
+        self._require()
+        return self._world.terms.read()
+
+    def replace(self, term: Term, version: Version) -> bool:
+        self._require()
+        return self._world.terms.replace(term, version)
+
+    def _require(self) -> None:
+        if self._world.is_cut(self._name, "the store"):
+            raise Unreachable("the store is away from here")
 
 
 class Turn:
@@ -65,7 +84,7 @@ class Coordinator:
 
     def start(self) -> None:
         config = CoordinatorConfig(state_dir=PLACE, leads_by="file:///record", name=self.name)
-        self.contender = Contender(config, "run", self.world.terms)
+        self.contender = Contender(config, "run", View(self.world, self.name))
         self.contender.files = self.disk
         self.mirror: Mirror | None = None
         self.replica: Replica | None = None
@@ -136,9 +155,9 @@ class World:
         self.told: list[bytes] = []
         self._records = 0
         self._depth = 0
-        self.cut = False
         self.calm = False
-        self.away_until = self.cut_until = 0.0
+        self.away_until = 0.0
+        self.cut_until = dict[frozenset[str], float]()  # two hosts, or one and the store
         self.routes: dict[bytes, Coordinator] = {}
         for module in (leadership, standby):
             monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
@@ -148,6 +167,9 @@ class World:
 
     def fate(self) -> Any:
         return Drawn(lambda most: self.dice.randrange(most))
+
+    def is_cut(self, one: str, other: str) -> bool:
+        return self.now < self.cut_until.get(frozenset((one, other)), 0.0)
 
     def next_record(self) -> int:
         self._records += 1
@@ -168,7 +190,13 @@ class World:
     def carry(self, leader: Coordinator, route: bytes, frames: list[bytes]) -> None:
         """From the leader to a standby, and its answer back, at once; or neither."""
         host = self.routes.get(route)
-        if host is None or host.route != route or host.replica is None or self.cut or not host.runs:
+        if (
+            host is None
+            or host.route != route
+            or host.replica is None
+            or not host.runs
+            or self.is_cut(leader.name, host.name)
+        ):
             self.routes.pop(route, None)  # a connection that lost something is broken
             return
         head = json.loads(frames[0])
@@ -177,11 +205,11 @@ class World:
         host.heard_at = self.now
         assert leader.mirror is not None
         with suppress(FileNotFoundError):
-            host.replica.apply(head, frames[1:], lambda number: self._answer(leader, route, ["ack", number]))
-            self._answer(leader, route, ["took", host.replica.taken])
+            host.replica.apply(head, frames[1:], lambda number: self._answer(leader, host, route, ["ack", number]))
+            self._answer(leader, host, route, ["took", host.replica.taken])
 
-    def _answer(self, leader: Coordinator, route: bytes, head: list[Any]) -> None:
-        if leader.mirror is not None and not self.cut:
+    def _answer(self, leader: Coordinator, host: Coordinator, route: bytes, head: list[Any]) -> None:
+        if leader.mirror is not None and not self.is_cut(leader.name, host.name):
             leader.mirror.received(route, head)
 
     # --- Time
@@ -206,13 +234,16 @@ class World:
 
     def _chance(self) -> None:
         self.terms.away = self.now < self.away_until
-        self.cut = self.now < self.cut_until
         match 6 if self.calm else self.dice.randrange(60):
             case 0:
                 self.away_until = self.now + self.dice.uniform(0.0, 15.0)
             case 1 | 2:
-                self.cut_until = self.now + self.dice.uniform(0.0, 15.0)
-                self.routes.clear()
+                names = [*(host.name for host in self.hosts), "the store"]
+                ends = frozenset(self.dice.sample(names, 2))
+                self.cut_until[ends] = self.now + self.dice.uniform(0.0, 15.0)
+                for route, host in list(self.routes.items()):
+                    if host.name in ends and "the store" not in ends:
+                        del self.routes[route]
             case 3:
                 self.terms.deaf = not self.terms.deaf
             case 4:
@@ -243,12 +274,17 @@ class World:
 
     def _stand_by(self, host: Coordinator) -> None:
         """What a standby's loop does: keep a connection, and take over from a leader that is silent."""
-        leader = next((other for other in self.hosts if other is not host and other.mirror and other.runs), None)
-        known = leader is not None and leader.mirror is not None and host.route in leader.mirror._known_routes
-        if known and not self.cut and host.route in self.routes:  # its ping is answered
+        leaders = [
+            other
+            for other in self.hosts
+            if other is not host and other.mirror and other.runs and not self.is_cut(host.name, other.name)
+        ]
+        if any(leader.mirror and host.route in leader.mirror._known_routes for leader in leaders) and (
+            host.route in self.routes
+        ):  # its ping is answered
             host.heard_at = self.now
-        elif leader is not None and not self.cut:
-            self._join(host, leader)
+        elif leaders:
+            self._join(host, self.dice.choice(leaders))
         elif self.now - host.heard_at > SILENCE_S:
             speaks, self.speaks = self.speaks, host
             try:
@@ -272,7 +308,7 @@ class World:
         """A start that finds no leader, or itself."""
         self.speaks = host
         with suppress(leadership.Unreachable):
-            found, version = self.terms.read()
+            found, version = host.contender._store.read()
             host.contender.leader = found
             if host.contender._may_begin(found, lambda: False) and (led := host.contender._claim(version)):
                 host.lead(led)
@@ -288,7 +324,8 @@ class World:
                         self.begin(host)
                     else:
                         for heard in host.mirror._standbys.values():
-                            if heard.route in self.routes and not self.cut and self.routes[heard.route].runs:
+                            at = self.routes.get(heard.route)
+                            if at is not None and at.runs and not self.is_cut(host.name, at.name):
                                 heard.heard_at = heard.moved_at = self.now
                         host.mirror.tick()
                         host.tell()
@@ -306,7 +343,8 @@ def play(seed: int, monkeypatch: pytest.MonkeyPatch) -> World:
     world.calm = True
     world.terms.deaf = world.terms.slow = False
     world.terms.arrive()
-    world.away_until = world.cut_until = 0.0
+    world.away_until = 0.0
+    world.cut_until.clear()
     told = len(world.told)
     for host in world.hosts:
         host.suspended_until = 0.0
