@@ -45,7 +45,8 @@ def launch(arguments: list[str], config: NodeConfig) -> ExitCode:
     """
     if config.threads == 0:
         threads = max(1, (os.cpu_count() or 1) // config.nproc)
-        arguments = [*arguments, "--set", f"node.threads={threads}"]
+        own = f"--set=node.threads={threads}"
+        arguments = [*(word for word in arguments if not word.startswith("--set=node.threads=")), own]
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # reported here in one line
     store, parameters = _rendezvous_of(config)

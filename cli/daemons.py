@@ -282,19 +282,10 @@ def open_run(
         StorageError
     """
 
-    def the_planned_one(kept: RunSpec) -> None:
-        if kept.identity != plan.spec.identity:
-            raise CommandError(
-                f"{directory} holds another run (fingerprint {kept.identity.fingerprint()}, the file's is "
-                f"{plan.spec.identity.fingerprint()}): {different_run(kept, plan.spec)}; "
-                "give the new run a folder of its own with --state DIR, or undo the change",
-                ExitCode.REFUSED,
-            )
-
     store = read_when_possible(
         lambda: Store.recover(
             directory,
-            accept=the_planned_one,
+            accept=lambda kept: refuse_another(directory, kept, plan.spec),
             rewind=rewind,
             place=place,
             files=files,
@@ -328,6 +319,17 @@ def open_run(
     for term in different_terms(store.ledger.spec.terms, plan.spec.terms):
         _log.warning("kept %s cause='the run keeps its terms; farloop run set changes them'", term)
     return store
+
+
+def refuse_another(directory: Path, kept: RunSpec, wanted: RunSpec) -> None:
+    """Raises CommandError: the folder's run is not the wanted one, and the line says what differs."""
+    if kept.identity != wanted.identity:
+        raise CommandError(
+            f"{directory} holds another run (fingerprint {kept.identity.fingerprint()}, the file's is "
+            f"{wanted.identity.fingerprint()}): {different_run(kept, wanted)}; "
+            "give the new run a folder of its own with --state DIR, or undo the change",
+            ExitCode.REFUSED,
+        )
 
 
 def different_run(kept: RunSpec, wanted: RunSpec) -> str:

@@ -22,19 +22,24 @@ from urllib.parse import urlsplit
 
 import torch
 
-from farloop.algo.spec import to_plain
+from farloop.algo.spec import RunSpec, to_plain
+from farloop.cli.daemons import refuse_another
 from farloop.cli.findings import Finding, congestion_finding, fail, ok, wall_clock, warn
 from farloop.cli.status import DEFAULT_URL, end_of, fetch
 from farloop.config.exit_codes import CommandError
 from farloop.config.memory import memory_of
 from farloop.config.run_spec import planned
 from farloop.config.settings import NodeFile, RunFile, load
+from farloop.coordinator.errors import StorageError
 from farloop.coordinator.leadership import Unreachable, term_store
 from farloop.coordinator.net.zmq_mirror import leading_peer
 from farloop.coordinator.net.zmq_router import most_connections
 from farloop.coordinator.settings import CoordinatorConfig
+from farloop.coordinator.standby import has_run
 from farloop.coordinator.storage.bucket import CopyFailed
 from farloop.coordinator.storage.objects import TRIAL_BYTES, signer, skew, try_store
+from farloop.coordinator.storage.segment import Entry
+from farloop.coordinator.storage.state_reader import ledger_of, read_journal
 from farloop.monitoring import descriptors
 from farloop.monitoring.addresses import Address, bound_socket, parse_each_tcp, parse_host_port, parse_tcp
 from farloop.monitoring.status import InventoryStatus
@@ -309,10 +314,13 @@ def _run_findings(file: RunFile) -> list[Finding]:
         size = f"{count_text(identity.layout.num_parameters)} parameters"
         detail = f"{identity.name}, fingerprint {identity.fingerprint()}, {size}, data {identity.data}"
         run = ok("run", detail)
+        state = _another_run(config.state_dir, plan.spec)
     except CommandError as error:
-        run = fail("run", str(error), "correct the file")
+        run, state = fail("run", str(error), "correct the file"), None
     findings = [run, disk(config.state_dir, needed_bytes=needed)]
-    if over := end_of(config.state_dir):
+    if state is not None:
+        findings.append(state)
+    elif over := end_of(config.state_dir):
         findings.append(ok("state", f"{over}: {config.state_dir}; a start tells its nodes of that"))
     findings.append(port("port", parse_tcp(config.bind, listens=True), "[coordinator] bind"))
     if config.http:
@@ -326,6 +334,21 @@ def _run_findings(file: RunFile) -> list[Finding]:
     if config.key is None or config.allow is None:
         return [*findings, _no_keys(parse_tcp(config.bind, listens=True))]
     return [*findings, _tried("secret key", config.key, load_secret), _allow_list(config.allow, file.run.nodes)]
+
+
+def _another_run(folder: Path, wanted: RunSpec) -> Finding | None:
+    """Why a coordinator would refuse the folder's run; None if it is this one, or there is none."""
+    if not has_run(folder):
+        return None
+    try:
+        if isinstance(first := next(iter(read_journal(folder)), None), Entry):
+            refuse_another(folder, ledger_of(folder, first.record).spec, wanted)
+    except CommandError as error:
+        detail, _, fix = str(error).rpartition("; ")
+        return fail("state", detail, fix)
+    except StorageError as error:
+        return fail("state", str(error), "farloop journal verify says whether a start goes on")
+    return None
 
 
 def port(what: str, address: Address, key: str) -> Finding:

@@ -429,7 +429,8 @@ def node(
         from farloop.cli.agent import launch
 
         logs = ["--log-level", log_level.value, *(["--log-json"] if log_json else [])]
-        sets = [word for flag in [*(flags or []), *given.values()] for word in ("--set", flag)]
+        by_key = {flag.partition("=")[0].strip(): flag for flag in [*(flags or []), *given.values()]}
+        sets = [f"--set={flag}" for flag in by_key.values()]
         code = launch(["node", str(file), *sets, *logs], settings.node)
     raise typer.Exit(code)
 
@@ -519,7 +520,7 @@ def report(
     from farloop.cli.status import saved
     from farloop.coordinator.storage.state_reader import journal_folder
 
-    status = saved(journal_folder(state))
+    status = saved(journal_folder(state, how="as DIR"))
     summary = summarise(status)
     if as_json:
         return typer.echo(dumps(summary))

@@ -15,7 +15,7 @@ from farloop.cli.options import STATE
 from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.coordinator.admin import MAX_ANSWER_BYTES, ask
 from farloop.coordinator.errors import NoFolder
-from farloop.coordinator.storage.files import state_folder
+from farloop.coordinator.storage.files import state_folder, state_inside
 from farloop.monitoring.healthcheck import open_page
 from farloop.monitoring.status import STATUS_FILE, Status, saved_status
 from farloop.monitoring.status_summary import cleaned, view_of
@@ -71,6 +71,7 @@ def saved(folder: Path) -> Status:
         what = (getattr(error, "strerror", None) or str(error)).lower()
         raise CommandError(
             f"no coordinator runs on {folder}, and none has ended there in order ({STATUS_FILE}: {what})"
+            + state_inside(folder)
         ) from None
 
 

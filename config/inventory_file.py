@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from farloop.config.exit_codes import CommandError
-from farloop.config.sources import ConfigError, load_tables, validated
+from farloop.config.sources import ConfigError, load_tables, parsed, validated
 from farloop.monitoring.addresses import parse_tcp
 from farloop.monitoring.units import LEAST_0
 from farloop.planner import inventory as plain
@@ -254,7 +254,7 @@ def tables_of(path: Path) -> dict[str, Any]:
     if path.suffix != ".json":
         return load_tables(path)[1]
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parsed(json.loads, path.read_text(encoding="utf-8"), path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {(error.strerror or 'no such file').lower()}") from error
     except ValueError as error:

@@ -369,6 +369,8 @@ _TERM_KEYS = {
 def check_at_once(file: RunFile | NodeFile) -> None:
     """Refuse what shows before a model or data are read: keys, texts that are missing, terms that no run can have.
     Raises ConfigError, KeyFileError: one line."""
+    section = "node" if isinstance(file, NodeFile) else "coordinator"
+    file.settings.check(section, "state_dir", _not_a_file)
     if isinstance(file, NodeFile):
         if file.node.key is not None and file.node.server_key is not None:
             load_secret(file.node.key)
@@ -395,6 +397,12 @@ def check_at_once(file: RunFile | NodeFile) -> None:
             check(terms, Layout(slots=slots, fragments=tuple(parts)))
     except ValueError as error:
         raise about_run(settings, str(error)) from error
+
+
+def _not_a_file(folder: Path) -> None:
+    for there in (folder, *folder.parents):
+        if os.path.exists(there) and not os.path.isdir(there):
+            raise ValueError(f"{there} is a file; give a folder")
 
 
 def in_keys(sentence: str) -> str:

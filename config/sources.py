@@ -3,7 +3,7 @@
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -113,7 +113,7 @@ def load_tables(path: Path) -> tuple[str, dict[str, Any]]:
     """A TOML file as text and as tables. Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
-        return text, tomllib.loads(text)
+        return text, parsed(tomllib.loads, text, path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {(error.strerror or 'no such file').lower()}") from error
     except UnicodeDecodeError:
@@ -126,6 +126,25 @@ def load_tables(path: Path) -> tuple[str, dict[str, Any]]:
         if re.search("overwrite a value|twice", what):
             number, what = _given_twice(text) or (number, what)
         raise ConfigError(f"{_origin(path, number)}: {what}") from None
+
+
+_MOST_NESTED = 100  # parsers and validation refuse at some hundreds, each at another number, and some by RecursionError
+
+
+def parsed(parse: Callable[[str], Any], text: str, path: Path) -> Any:
+    """What a parser makes of the text of a file. Raises ConfigError: nested too deeply; and what the parser raises."""
+    try:
+        found = parse(text)
+        level: list[Any] = [[found]]
+        for _ in range(_MOST_NESTED):
+            inside = (one for outer in level for one in (outer.values() if isinstance(outer, dict) else outer))
+            level = [one for one in inside if isinstance(one, dict | list)]
+    except RecursionError:
+        level = [[None]]
+    if level:
+        what = f"nested too deeply: take at most {_MOST_NESTED} lists and tables inside each other"
+        raise ConfigError(f"{path}: {what}") from None
+    return found
 
 
 _Tables = TypeVar("_Tables", bound=BaseModel)
@@ -162,7 +181,7 @@ def validated(kind: type[_Tables], tables: Mapping[str, Any], where: object) -> 
 def as_json(tables: Mapping[str, Any], where: object) -> bytes:
     """As which strict validation takes a list for a tuple and a word for a member of an enumeration.
 
-    Raises ConfigError: text that is not Unicode, or lists inside lists inside hundreds of others.
+    Raises ConfigError: text that is not Unicode.
     """
     try:
         return to_json(tables, inf_nan_mode="constants")
@@ -220,7 +239,7 @@ def read_environment(environ: Mapping[str, str], sections: Mapping[str, Iterable
 
 def read_flags(flags: Iterable[str], known: Iterable[str], origin: str = "--set") -> list[Given]:
     """Settings from `--set section.key=value`. `origin`: the option that gave them. Raises ConfigError."""
-    found, sections = [], list(known)
+    found, sections = list[Given](), list(known)
     for flag in flags:
         name, separator, value = flag.partition("=")
         section, dot, key = name.strip().partition(".")
@@ -228,6 +247,8 @@ def read_flags(flags: Iterable[str], known: Iterable[str], origin: str = "--set"
             raise ConfigError(f"--set {flag}: expected section.key=value, with a section of {', '.join(sections)}")
         if section not in sections:
             raise ConfigError(f"--set {flag}: there is no section {section} here; {nearest(section, sections)}")
+        if any((given.section, given.key) == (section, key) for given in found):
+            raise ConfigError(f"--set {flag}: {section}.{key} is set twice; keep one of them")
         found.append(
             Given(section=section, key=key, value=value.strip(), origin=origin, is_text=True, folder=Path.cwd())
         )

@@ -177,6 +177,6 @@ class Inconsistent(StateMismatch):
 
 
 class NoFolder(StateMismatch):
-    def __init__(self, path: Path, *, is_file: bool = False) -> None:
+    def __init__(self, path: Path, *, is_file: bool = False, how: str = "with --state") -> None:
         what = "is a file, expected a folder" if is_file else "there is no such folder"
-        super().__init__(path, f"{what}; give the coordinator's state_dir with --state")
+        super().__init__(path, f"{what}; give the coordinator's state_dir {how}")

@@ -50,6 +50,8 @@ def read_layout(path: Path) -> tuple[StageLayout, dict[str, str]]:
         raise LayoutError(f"cannot read the layout {path}: {error.strerror}") from error
     except ValueError as error:
         raise LayoutError(f"{path} is not JSON: {error}") from error
+    except RecursionError:
+        raise LayoutError(f"{path}: nested too deeply") from None
     except RemoteProtocolError as error:
         raise LayoutError(f"{path}: {str(error).removeprefix('_File.')}") from error
     layout = _layout(file)

@@ -475,11 +475,16 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def state_folder(directory: Path, files: Files = DISK) -> Path:
-    """The folder. Raises NoFolder: there is none."""
+def state_folder(directory: Path, files: Files = DISK, how: str = "with --state") -> Path:
+    """The folder. Raises NoFolder: there is none; `how` a command takes it."""
     if not files.is_directory(directory):
-        raise NoFolder(directory, is_file=files.identity(directory) is not None)
+        raise NoFolder(directory, is_file=files.identity(directory) is not None, how=how)
     return directory
+
+
+def state_inside(directory: Path, files: Files = DISK) -> str:
+    """What to try instead of a folder without a run: one of a demo has its state in a folder below."""
+    return f"; try {directory / 'state'}" if files.is_directory(directory / "state") else ""
 
 
 class _Reader(io.RawIOBase):

@@ -14,7 +14,7 @@ from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.records import Record
 from farloop.coordinator.errors import Inconsistent, JournalCorrupt, StateMismatch, StorageError
-from farloop.coordinator.storage.files import DISK, Files, state_folder
+from farloop.coordinator.storage.files import DISK, Files, state_folder, state_inside
 from farloop.coordinator.storage.segment import (
     Attachment,
     Entry,
@@ -31,9 +31,9 @@ LOOK_AGAIN_S = 0.2  # after which a record that was being written is whole
 _LOOKS = 20  # at something that is different every time; a journal that is written this fast has a live coordinator
 
 
-def journal_folder(directory: Path, files: Files = DISK) -> Path:
-    """The folder, if it holds a journal. Raises NoFolder, StateMismatch."""
-    state_folder(directory, files)
+def journal_folder(directory: Path, files: Files = DISK, how: str = "with --state") -> Path:
+    """The folder, if it holds a journal; `how` a command takes it. Raises NoFolder, StateMismatch."""
+    state_folder(directory, files, how)
     try:
         found = any(name.startswith("journal-") and name.endswith(".log") for name in files.names(directory))
         refuse_half_salvaged(directory, files)
@@ -41,7 +41,8 @@ def journal_folder(directory: Path, files: Files = DISK) -> Path:
         why = (error.strerror or str(error)).lower()
         raise StateMismatch(directory, f"cannot be read: {why}; check its permissions") from error
     if not found:
-        raise StateMismatch(directory, "holds no journal; --state names the coordinator's state_dir")
+        what = f"holds no journal; give the coordinator's state_dir {how}"
+        raise StateMismatch(directory, what + state_inside(directory, files))
     return directory
 
 

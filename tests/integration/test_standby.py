@@ -75,7 +75,8 @@ class Pair:
         (bind, http, mirror), host = self.ports[name], self.hosts[name]
         own = {"name": name, "bind": f"tcp://{host}:{bind}", "http": f"{host}:{http}",
                "mirror": f"tcp://{host}:{mirror}", "state_dir": str(self.run.folder / name)}  # fmt: skip
-        sets = [word for key, value in own.items() for word in ("--set", f"coordinator.{key}={value}")]
+        given = {option.partition("=")[0].removeprefix("coordinator.") for option in options}
+        sets = [f"--set=coordinator.{key}={value}" for key, value in own.items() if key not in given]
         self.daemons[name] = self.run.start(name, *FARLOOP, "coordinator", str(self.file), *sets, *options)
         return self.daemons[name]
 

@@ -44,5 +44,5 @@ def test_the_ranks_are_given_what_the_command_line_sets(tmp_path: Path, monkeypa
     file = tmp_path / "node.toml"
     file.write_text("[node]\nname = 'a'\ncoordinator = 'tcp://127.0.0.1:1'\n[data]\nmax_bytes = 300000\n")
     assert farloop("node", str(file), "--nproc", "2", "--set", "node.threads=3").exit_code == 0
-    sets = ["--set", "node.threads=3", "--set", "node.nproc=2"]
+    sets = ["--set=node.threads=3", "--set=node.nproc=2"]
     assert began == [["node", str(file), *sets, "--log-level", "info"]]

@@ -12,12 +12,15 @@ import statuses
 from machines import Machine
 
 from farloop.cli import doctor
+from farloop.cli.daemons import open_run
 from farloop.cli.doctor import Way, as_the_coordinator_sees, buffers, disk, examine, limit_findings, machine, way_of
 from farloop.cli.doctor import _coordinator as dial
 from farloop.cli.findings import Finding, fail, ok, print_findings
 from farloop.cli.keys import write_pair
 from farloop.cli.status import fetch, saved
 from farloop.config.exit_codes import CommandError
+from farloop.config.run_spec import planned
+from farloop.config.settings import load_run
 from farloop.coordinator.errors import NoFolder
 from farloop.coordinator.leadership import Term, term_store
 from farloop.monitoring.addresses import parse_tcp
@@ -113,6 +116,17 @@ def test_the_end_of_a_run_is_named_without_a_coordinator(tmp_path: Path, monkeyp
     levels = {folder: dial(parse_tcp("tcp://127.0.0.1:1"), folder) for folder in (tmp_path, state)}
     assert [finding.level for finding in levels.values()] == ["ok", "fail"]
     assert "run demo (fingerprint 12) is finished" in levels[tmp_path].detail
+
+
+def test_the_folder_of_another_run_fails_as_a_start_would_also_when_that_is_finished(tmp_path: Path) -> None:
+    path, state = run_toml(tmp_path), tmp_path / "s"
+    open_run(state, planned(load_run(path, flags=[], environ={}))).close()
+    assert "state" not in found(path)
+    (state / "status.json").write_text(json.dumps(statuses.finished()))
+    assert found(path)["state"].level == "ok"
+    other = found(run_toml(tmp_path, run="seed = 5"))["state"]
+    assert other.level == "fail" and f"{state} holds another run (fingerprint " in other.detail
+    assert "seed was 0, is 5" in other.detail and "a folder of its own" in other.fix
 
 
 def test_a_secret_that_is_open_to_others_fails_with_the_command_that_mends_it(tmp_path: Path) -> None:

@@ -90,6 +90,9 @@ def of_command(line: str) -> str:
     Path("run.toml").write_text("[run]\nmodel = 'nano'\n[coordinator]\nstate_dir = 'state'\nhttp = ''\n")
     Path("node.toml").write_text("[node]\nname = 'a'\n")
     Path("file").touch()
+    for name, depth in (("deep.toml", 101), ("deeper.toml", 2000), ("deep.json", 101), ("deeper.json", 2000)):
+        key = '{"a": %s}' if name.endswith("json") else "a = %s"
+        Path(name).write_text(key % ("[" * depth + "]" * depth))
     before = sorted(Path().rglob("*"))
     said = error_line(*shlex.split(line.replace("PLANS", f"{ROOT}/examples/plans")))
     assert sorted(Path().rglob("*")) == before

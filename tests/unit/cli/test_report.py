@@ -236,7 +236,10 @@ def test_a_report_of_a_state_folder_is_that_of_its_last_status_and_of_a_running_
     state = tmp_path / "state"
     assert "there is no such folder" in error_line("report", str(state))
     state.mkdir()
-    assert "holds no journal" in error_line("report", str(state), code=ExitCode.STORAGE)
+    assert f"no journal; give the coordinator's state_dir as DIR; try {state}" in error_line(
+        "report", str(tmp_path), code=ExitCode.STORAGE
+    )
+    assert error_line("status", "--state", str(tmp_path)).endswith(f"; try {state}")
     (state / "journal-000000000001.log").touch()
     assert "no coordinator runs on" in error_line("report", str(state))
     metrics(state)
