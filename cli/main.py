@@ -269,8 +269,8 @@ def _check_demo(run: dict[str, Any], data: Path | None, link: str) -> None:
     check_links(link)
     if data is not None and not data.exists():
         raise CommandError(f"no file or folder {data}")
-    for key in ("nodes", "seed"):
-        for rule in RUN_SCHEMA["run"][key].rules:
+    for key in ("nodes", "steps", "h", "seed"):
+        for rule in RUN_SCHEMA["run"][key].rules if run[key] is not None else ():
             try:
                 rule(run[key])
             except ValueError as error:

@@ -1,6 +1,7 @@
 """What commands share: groups with one error edge, options, and the look of tables. Imports nothing heavy."""
 
 import importlib
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -74,6 +75,8 @@ def _usage_line(error: Any) -> str:
         return f"{place}there is no option {error.option_name!r}; {nearest(error.option_name, options)}"
     if found is None:  # no value has a wrong type
         message = str(error.format_message())
+        if unknown := re.match("No such command '(.*?)'", message):
+            return f"{place}no such command {unknown[1]!r}; {nearest(unknown[1], ctx.command.list_commands(ctx))}"
         return f"{place}{message[:1].lower()}{message[1:].rstrip('.')}"
     parameter, given = error.param, found["input"]
     from_environment = ctx.get_parameter_source(parameter.name).name == "ENVIRONMENT"

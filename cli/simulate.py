@@ -32,6 +32,9 @@ H, LAYERS_PER_FRAGMENT = 100, 3  # those of Table 4 of Streaming DiLoCo (arXiv 2
 LADDER: "Mapping[ModelName, tuple[int, float]]" = {"farloop": (5, 4.25), "published": (1, 4.0)}
 """Overlap and bits that the upper steps of `--method all` add: the paper's longest and `q4`; those of that table."""
 
+_OPTIONS = frozenset({"params", "layers", "step_s", "h", "bits", "layers_per_fragment", "overlap", "lag"})
+"""Keys of a training that are options."""
+
 SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
@@ -113,7 +116,8 @@ def bandwidth(
             model=model,
         )
     except ValueError as error:
-        raise CommandError(str(error)) from error
+        key, rest = re.split(r"(?=[ :])", str(error), maxsplit=1)
+        raise CommandError(f"--{key.replace('_', '-')}{rest}" if key in _OPTIONS else str(error)) from error
     for note in unused(method, h=h, layers_per_fragment=layers_per_fragment, overlap=overlap):
         typer.echo(f"farloop: {note}", err=True)
     curves = [
@@ -199,7 +203,7 @@ def parse_number(text: str) -> float:
     try:
         return float(match[1]) * SCALES[match[2].lower()] if match else float(ascii_number(text))
     except ValueError:
-        raise ValueError(f"{text!r} is no number of parameters, as 1e9, 1B and 350M are") from None
+        raise ValueError(f"--params: {text!r} is no number of parameters, as 1e9, 1B and 350M are") from None
 
 
 def parse_bandwidths(text: str) -> list[float]:
@@ -294,7 +298,8 @@ def run(
         int | None, typer.Option(min=0, show_default="the scenario's", help="Seed of all random events.")
     ] = None,
     repeats: Annotated[
-        int | None, typer.Option(min=1, show_default="the scenario's", help="Number of seeds to average over.")
+        int | None,
+        typer.Option(min=1, max=10_000, show_default="the scenario's", help="Number of seeds to average over."),
     ] = None,
     plot: Plot = None,
     as_json: AsJson = False,
@@ -321,7 +326,10 @@ def run(
         raise CommandError(f"give either a SCENARIO.toml or --example, one of {', '.join(example_names())}")
     scenario = load_scenario(file) if file else load_example(example or "")
     given: dict[str, Any] = {"seed": seed, "repeats": repeats}
-    scenario = replace(scenario, **{name: value for name, value in given.items() if value is not None})
+    try:
+        scenario = replace(scenario, **{name: value for name, value in given.items() if value is not None})
+    except ValueError as error:
+        raise CommandError(str(error)) from error
     if show:
         if example is None:
             raise CommandError("--show goes with --example: it prints that file")

@@ -200,6 +200,8 @@ def terms_of(
     h = max(method.h, 1 if "h" in method.fixed else slots) if config.h is None else config.h
     if config.steps < 1 or h < 1:
         raise ValueError(f"steps and h are at least 1, not {config.steps} and {h}")
+    if h > config.steps and config.h_rule == "constant":
+        notes.append(f"h = {h} is more than the {config.steps} steps of the run: its one round ends with it")
     every = max(1, round(30 / h)) if config.evaluate_every_rounds is None else config.evaluate_every_rounds
     lag = method.lag if config.lag is None else config.lag
     inner: InnerOptimizer = "adamw"

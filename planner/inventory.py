@@ -16,6 +16,7 @@ from farloop.monitoring.units import BELOW_1, LEAST_0, LEAST_1, AtLeast, Checked
 COORDINATOR = "coordinator"  # the coordinator's name as an end of a link; no node and no site may have it
 MOST_NODES = 1024  # planned within a minute or so; the search takes about four times as long for twice as many
 MOST_MICROBATCHES = 10_000  # of a source in a step: each is simulated by itself
+MOST_LAYERS = 10_000  # of a model, as of one that is simulated
 
 
 _RATE = AtLeast(math.ulp(0.0), wanted="a number above 0")  # or infinite
@@ -115,7 +116,7 @@ LOCAL = Link(latency_s=0.5e-3, bytes_per_s=1.25e9, assumed=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model(Checked):
-    layers: Count
+    layers: Annotated[int, AtLeast(1, MOST_LAYERS)]
     layer_bytes: float | None = None  # memory of one layer, by which nodes say how many they hold
     activation_bytes: NotNegative = 0.0  # of one microbatch between two stages, or of a gradient back
     parameters: NotNegative = 0.0  # of all of it

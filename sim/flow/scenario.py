@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import random
+import sys
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, get_args
 
@@ -19,7 +20,6 @@ from farloop.monitoring.units import (
     Count,
     NotNegative,
     OneOf,
-    Positive,
     filled,
 )
 
@@ -38,6 +38,12 @@ METHOD_NAMES: Final[tuple[MethodName, ...]] = get_args(MethodName)
 LOCK_STEP: Final = frozenset({"data-parallel", "elastic"})  # methods whose machines take every step together
 _FASTEST: Final = 1e18  # bytes a second of a link that has no limit
 
+
+_MOST_NODES: Final = 10_000_000  # of a group; also machines of a node
+_MOST_EVENTS: Final = AtLeast(0.0, most=1e6, wanted="0 to 1000000")  # crashes or outages in an hour
+_MOST_REPEATS: Final = 10_000
+MOST_STEPS: Final = 100_000_000_000
+"""Inner steps of all nodes and cases: a day or two of simulation where a node's round has 100 steps."""
 
 _LIMIT: Final = AtLeast(math.ulp(0.0), wanted="a number above 0 (leave it out for no limit)")  # or infinite
 _SHARE: Final = AtLeast(0.0, most=1.0, wanted="0 to 1")
@@ -121,14 +127,16 @@ class Group(Checked):
     """Nodes of one kind. A node is one machine, or a cluster of several that train in lock-step among themselves."""
 
     name: str = "nodes"
-    count: Count = 1
-    machines: Count = 1  # of each node
-    step_s: Positive = 1.0  # seconds of an inner step
+    count: Annotated[int, AtLeast(1, _MOST_NODES)] = 1
+    machines: Annotated[int, AtLeast(1, _MOST_NODES)] = 1  # of each node
+    step_s: Annotated[float, AtLeast(1e-6, most=sys.float_info.max, wanted="0.000001 or more")] = (
+        1.0  # seconds of an inner step
+    )
     step_sigma: NotNegative = 0.0  # spread of a step's duration: σ of a lognormal law whose mean is step_s
     spread: NotNegative = 0.0  # lasting difference between the nodes: σ of a lognormal law over their step_s
     slow_share: Annotated[float, _SHARE] = 0.0  # share of the steps that stumble…
     slow_factor: Annotated[float, LEAST_1] = 1.0  # … and take so many times as long.
-    crashes_per_hour: NotNegative = 0.0  # of each machine, while it is up
+    crashes_per_hour: Annotated[float, _MOST_EVENTS] = 0.0  # of each machine, while it is up
     repair_s: NotNegative = 600.0  # from a crash until the machine can take part again
     joins_at_s: NotNegative = 0.0
     drains_at_s: Annotated[float | None, LEAST_0] = None  # leaves in order: what it has sent is still merged
@@ -138,7 +146,7 @@ class Group(Checked):
     rtt_s: NotNegative = 0.0
     jitter_s: NotNegative = 0.0  # added to every transfer, evenly between 0 and this
     loss: Annotated[float, BELOW_1] = 0.0  # share of the rate that is lost to sending again
-    outages_per_hour: NotNegative = 0.0  # of each node's link
+    outages_per_hour: Annotated[float, _MOST_EVENTS] = 0.0  # of each node's link
     outage_s: NotNegative = 60.0
     site: str | None = None  # name of the uplink that it shares
 
@@ -222,7 +230,7 @@ class FlowScenario(Checked):
     steps: Annotated[int | None, LEAST_1] = None  # inner steps after which a case ends: `steps / h` outer steps
     hours: Annotated[float | None, _LIMIT] = None  # hours after which it ends, whichever comes first
     seed: Annotated[int, LEAST_0] = 0
-    repeats: Count = 1  # seeds: the results are means over them
+    repeats: Annotated[int, AtLeast(1, _MOST_REPEATS)] = 1  # seeds: the results are means over them
     model: Model = field(default_factory=Model)
     coordinator: Hub = field(default_factory=Hub)
     nodes: tuple[Group, ...] = (Group(count=4),)
@@ -235,6 +243,7 @@ class FlowScenario(Checked):
 
     def __post_init__(self) -> None:
         if self.hours == math.inf:
+            require(self.steps is not None, "hours: expected a finite number where steps is left out, got inf")
             object.__setattr__(self, "hours", None)
         require(self.steps is not None or self.hours is not None, "steps is missing: how long is it? Or give hours")
         Checked.__post_init__(self)
@@ -254,7 +263,13 @@ class FlowScenario(Checked):
         names = [variant.name for variant in self.variants]
         for published in self.published:
             require(published.variant in names, f"variant {published.variant!r} is not among the variants")
-        cases(self)  # refuses what only a swept value, or a gathering into clusters, makes impossible
+        # This also refuses what only a swept value, or a gathering into clusters, makes impossible.
+        node_steps = sum(case.setting.node_steps for case in cases(self))
+        require(
+            node_steps <= MOST_STEPS,
+            f"it has {node_steps:.2g} inner steps, of all nodes, variants, swept values and repeats; the most is "
+            f"{MOST_STEPS:.2g}: take fewer steps or hours, a longer step_s, or fewer of those",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,6 +284,12 @@ class Setting:
     @property
     def seconds(self) -> float:
         return 3600.0 * self.scenario.hours if self.scenario.hours else math.inf
+
+    @property
+    def node_steps(self) -> float:
+        """Inner steps of all nodes, if none ever waits."""
+        most = self.scenario.steps or math.inf
+        return sum(group.count * min(most, self.seconds / group.step_s) for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,6 +97,8 @@ def test_muon_is_the_default_where_the_model_has_matrices_for_it_and_the_daemon_
     assert planned(init=first, inner_optimizer="muon").inner.optimizer == "muon", "as it was asked for"
     terms, notes = terms_of(RunConfig(), method_named("streaming"), has_matrices=False)
     assert (terms.inner.optimizer, notes[0][:40]) == ("adamw", "the model has no matrices of layers for ")
+    _, notes = terms_of(RunConfig(h=700, warmup_steps=0), method_named("diloco"))
+    assert notes[0] == "h = 700 is more than the 600 steps of the run: its one round ends with it"
 
 
 def test_what_is_left_open_follows_from_the_peak_and_the_length() -> None:
