@@ -99,10 +99,13 @@ def config_of(file: Path | None, flags: Iterable[str]) -> "RunConfig":
     """The table `[run]` of a file, or one of defaults, with `run.key=value` on top. Raises CommandError."""
     from farloop.config.run_config import RunConfig
     from farloop.config.settings import load_run, run_settings
+    from farloop.config.sources import read_flags
 
     if file is not None:
         return load_run(file, flags=flags, environ=os.environ).run
-    settings = run_settings([flag.removeprefix("run.") for flag in flags], origin="--set")
+    words = [flag.removeprefix("run.") for flag in flags]
+    settings = run_settings(words, origin="--set")
+    read_flags([f"run.{word}" for word in words], ["run"])  # refuses a key that is set twice
     return RunConfig(**{"method": "diloco", **settings})
 
 
