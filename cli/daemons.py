@@ -107,7 +107,8 @@ def run_coordinator(
         if config.leads_by:
             flags = {"--rewind": rewind, "--adopt-from-nodes": adopt_patience_s is not None, "--restore": restore_from}
             once = [flag for flag, given in flags.items() if given]
-            found = _led(config, plan, place, force=force_lead, once=once, copies=restore_from or config.copy_to)
+            copies = restore_from or (config.copy_to if config.recover == "auto" else "")
+            found = _led(config, plan, place, force=force_lead, once=once, copies=copies)
             if found is None:
                 say("stopped while it stood by; the same command stands by again")
                 return ExitCode.DONE

@@ -1,5 +1,6 @@
 """What is local to a coordinator. Loads no torch."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final
@@ -54,6 +55,9 @@ def check_bulk_url(url: str) -> None:
         raise ValueError(f"the host or bucket is missing, as {parts.scheme}://PLACE/PREFIX")
 
 
+_OF_KUBERNETES = r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?"  # a name, as RFC 1123 has it
+
+
 def check_leads_by(url: str) -> None:
     """Raises ValueError, one sentence: no record of the leader can be kept there."""
     parts = urlsplit(url)
@@ -72,10 +76,12 @@ def check_leads_by(url: str) -> None:
             raise ValueError(f"expected options out of {', '.join(options[parts.scheme])}; got {parts.query!r}")
         if blank := [option for option, values in given.items() if "" in values]:
             raise ValueError(f"expected a value for {', '.join(blank)}; got {parts.query!r}")
-        if ("cert" in given) != ("key" in given):
-            raise ValueError(f"cert and key go together; got {parts.query!r}")
+        if "key" in given and "cert" not in given:
+            raise ValueError(f"key goes with cert; got {parts.query!r}")
+        if parts.scheme == "k8s" and not all(re.fullmatch(_OF_KUBERNETES, part) for part in (parts.netloc, name)):
+            raise ValueError(f"expected small letters, digits, - and . in {shapes['k8s']}; got {url!r}")
         if parts.scheme == "etcd":
-            parse_host_port(parts.netloc)
+            parse_host_port(parts.netloc.replace("@", " "))  # no user: etcd's gateway takes none here
         for text in given.get("api", ()):
             api = urlsplit(text)
             if api.scheme not in ("http", "https") or not api.netloc:

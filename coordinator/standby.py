@@ -107,6 +107,8 @@ class Contender:
                     f"a record said who leads its run, and {self._config.leads_by} has none: put it back, or start the "
                     "coordinator that led last with --force-lead",
                 )
+            if force and self.leader is not None and not self._has_run() and (why := self._no_copy(self.leader)):
+                raise StartRefused(self._root, why)
             if force or self._may_begin(self.leader, stopped):
                 claim = partial(self._claim, version, force=force)
                 leadership = patiently(claim, stopped, "changed")
@@ -165,10 +167,10 @@ class Contender:
         """Why no copy can take the place of what was told, and what to do; empty: one can, or the run has not begun."""
         if not found.mark:
             return ""
-        why = f"{self.copies} holds no copy of this run"
+        why = f"{self.copies} holds no copy of this run" if self.copies else "--restore URL names one"
         try:
             patience_s = TIMEOUT_S if self.client else 0.0  # a standby has to hear the leader meanwhile
-            manifest = read_manifest(Bucket(self.copies, patience_s=patience_s))
+            manifest = read_manifest(Bucket(self.copies, patience_s=patience_s)) if self.copies else None
             if manifest is not None and manifest["fingerprint"] == self._own.run:
                 return ""
         except CopyFailed as error:

@@ -252,8 +252,10 @@ class Mirror:
         """Look at the record, if it is time; whether it was read, and this process leads. Raises Deposed."""
         if self._now() - self._checked_at < CHECK_S:
             return False
-        self._checked_at = self._now()
-        self.leadership.check()
+        try:
+            self.leadership.check()
+        finally:
+            self._checked_at = self._now()  # after it: a store that swallows requests does not hold up a copy
         if self.leadership.why_unchecked:
             return False
         self._read_at = self._now()
@@ -382,14 +384,16 @@ class Mirror:
                 self._moved.wait(0.05)
 
     def _is_full(self, to: _Standby | None) -> bool:
+        there = list(self._standbys.values())
         return any(
             each.sent - each.taken > WINDOW_BYTES and not self._is_lost(each)
-            for each in ([to] if to else self._standbys.values())
+            for each in there
+            if to is None or each is to
         )
 
     def _is_lost(self, standby: _Standby) -> bool:
-        now = self._now()
-        return now - standby.heard_at > SILENCE_S or now - standby.moved_at > STALLED_S
+        now, has_to_take = self._now(), bool(standby.pending) or standby.sent != standby.taken
+        return now - standby.heard_at > SILENCE_S or (has_to_take and now - standby.moved_at > STALLED_S)
 
     def _leave_behind(self, standby: _Standby, *, rejoins: bool = False) -> None:
         """Go on without a standby: first in the record, then here. Raises Deposed.
@@ -460,8 +464,8 @@ class Mirror:
                 if self.error is not None:
                     raise self.error
                 self._moved.wait(0.05)
-            if self._is_lost(standby):
-                self._forget(standby.route)
+            if self._is_lost(standby) and self._forget(standby.route):
+                _log.warning("standby not let in name=%s why='it is silent'", name)
             if standby.route not in self._standbys:
                 return
         with self.lock:
@@ -509,7 +513,7 @@ class Mirror:
             raise self.error
         if self._is_full(standby):
             return True
-        if self._is_lost(standby):
+        if standby.route in self._standbys and self._is_lost(standby):
             self._leave_behind(standby)  # or not: it may be heard again meanwhile
         with self.lock:
             if not standby.to_copy or standby.route not in self._standbys:

@@ -234,8 +234,10 @@ def test_something_else_in_its_place_is_no_record(tmp_path: Path, content: bytes
         ("file://x", "three slashes"),
         ("etcd://host:2379/x?cafile=/ca.crt", r"expected options out of ca, cert, key; got 'cafile=/ca\.crt'"),
         ("etcd://host:2379/x?ca=", "expected a value for ca; got 'ca='"),
-        ("etcd://host:2379/x?key=/k", "cert and key go together; got 'key=/k'"),
-        ("etcd://host:2379/x?cert=/c&ca=/ca", "cert and key go together"),
+        ("etcd://host:2379/x?key=/k", "key goes with cert; got 'key=/k'"),
+        ("etcd://user@host:2379/x", "expected host:port"),
+        ("k8s://fö/x", "expected small letters, digits, - and . in k8s://NAMESPACE/NAME"),
+        ("k8s://farloop/x y", "expected small letters"),
         ("etcd://host/x", "expected host:port"),
         ("etcd://host:abc/x", "'abc' is not a port"),
         ("etcd://host:99999/x", "'99999' is not a port"),
@@ -792,6 +794,15 @@ def test_a_forced_leader_that_dies_before_it_has_recovered_leads_again(
         assert term_store(b.config.leads_by).replace(record, 0)
     assert b.lead(force=True) is not None
     assert Start(tmp_path, "b", **PAIR).lead() is not None
+
+
+def test_an_empty_folder_that_is_forced_to_lead_needs_a_copy(tmp_path: Path) -> None:
+    b = Start(tmp_path, "b", **PAIR)
+    record = dataclasses.replace(FIRST, mark="1", recovering=False)
+    assert term_store(b.config.leads_by).replace(record, 0)
+    with pytest.raises(StartRefused, match=r"no copy can take the place of what a told \(--restore URL names one\)"):
+        b.lead(force=True)
+    assert term_store(b.config.leads_by).read()[0] == record
 
 
 def test_one_that_cannot_stand_by_says_who_leads(tmp_path: Path) -> None:

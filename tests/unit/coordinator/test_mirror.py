@@ -590,6 +590,23 @@ def test_a_leader_that_another_replaced_replaces_no_folder(pair: Pair, spec: Run
     assert pair.replica.whole == 0 and waits[0] == 20 * is_away
 
 
+def test_a_standby_that_has_nothing_to_take_is_not_given_all_again_while_the_store_is_away(
+    pair: Pair, spec: RunSpec
+) -> None:
+    pair.begin(spec)
+    heads = list[list[Any]]()
+    pair.terms.away, pair.after_change = True, heads.append
+
+    def is_heard() -> None:
+        pair.mirror.received(pair.route, ["ping"])
+        pair.terms.away = pair.time < 100.0
+
+    pair.mirror._moved = Clock(pair, is_heard)
+    pair.join()
+    assert [head[1] for head in heads].count("begin") == 1 and pair.time >= 100.0
+    assert pair.terms.term is not None and pair.terms.term.in_sync == ("b",)
+
+
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_the_record_is_looked_at_while_a_standby_is_given_the_state(
     pair: Pair, spec: RunSpec, monkeypatch: pytest.MonkeyPatch, *, is_slow: bool
