@@ -20,7 +20,7 @@ from queue import SimpleQueue
 sys.path.insert(0, str(Path(__file__).parent))
 
 from mutations import MUTATIONS, Mutation
-from sampled import sample
+from sample_mutations import sample
 
 ROOT = Path(__file__).resolve().parents[2]
 

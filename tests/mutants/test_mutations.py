@@ -5,7 +5,7 @@ import ast
 import pytest
 from mutate import is_stale
 from mutations import MUTATIONS, Mutation
-from sampled import changes
+from sample_mutations import changes
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: f"{mutation.file}: {mutation.name}")
