@@ -38,8 +38,8 @@ from farloop.coordinator.settings import CoordinatorConfig
 from farloop.coordinator.standby import has_run
 from farloop.coordinator.storage.bucket import CopyFailed
 from farloop.coordinator.storage.objects import TRIAL_BYTES, signer, skew, try_store
-from farloop.coordinator.storage.segment import Entry
-from farloop.coordinator.storage.state_reader import ledger_of, read_journal
+from farloop.coordinator.storage.segment import Entry, Segments
+from farloop.coordinator.storage.state_reader import ledger_of
 from farloop.monitoring import descriptors
 from farloop.monitoring.addresses import Address, bound_socket, parse_each_tcp, parse_host_port, parse_tcp
 from farloop.monitoring.status import InventoryStatus
@@ -341,7 +341,8 @@ def _another_run(folder: Path, wanted: RunSpec) -> Finding | None:
     if not has_run(folder):
         return None
     try:
-        if isinstance(first := next(iter(read_journal(folder)), None), Entry):
+        segments = Segments(folder)  # all of a journal may be a terabyte
+        if isinstance(first := next(iter(segments.items_of(segments.numbers[0], trusting=True)), None), Entry):
             refuse_another(folder, ledger_of(folder, first.record).spec, wanted)
     except CommandError as error:
         detail, _, fix = str(error).rpartition("; ")

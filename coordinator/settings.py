@@ -81,7 +81,7 @@ def check_leads_by(url: str) -> None:
         if parts.scheme == "k8s" and not all(re.fullmatch(_OF_KUBERNETES, part) for part in (parts.netloc, name)):
             raise ValueError(f"expected small letters, digits, - and . in {shapes['k8s']}; got {url!r}")
         if parts.scheme == "etcd":
-            parse_host_port(parts.netloc.replace("@", " "))  # no user: etcd's gateway takes none here
+            parse_host_port(parts.netloc)
         for text in given.get("api", ()):
             api = urlsplit(text)
             if api.scheme not in ("http", "https") or not api.netloc:

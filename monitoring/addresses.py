@@ -84,7 +84,7 @@ def parse_host_port(text: str, *, listens: bool = False) -> Address:
     host, separator, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host
-    known = is_ip(host) and ":" in host if bracketed else re.fullmatch(r"[^\s:/\[\]]+", host)
+    known = is_ip(host) and ":" in host if bracketed else re.fullmatch(r"[^\s:/@\[\]]+", host)
     try:
         host.encode("idna")  # as the resolver does: a..b is no name
     except UnicodeError:
