@@ -55,11 +55,11 @@ class Term:
     `in_sync` goes on in its place."""
     term: int  # each record that replaces one has the next
     address: str  # where nodes reach the leader, as far as it knows
-    in_sync: tuple[str, ...] = ()  # others that have all that was told; before it was read, also the leader before
+    in_sync: tuple[str, ...] = ()  # others that have all that was told; while it is recovering, also the last leader
 
     def counts(self, marks: Sequence[str] | None) -> bool:
-        """Whether a folder that holds the run, with these marks, has all that was told. None: it has none, as a backup
-        from before there was a record; names alone may be given twice."""
+        """Whether a folder that holds the run, with these marks, has all that was told. The leader's name would not do:
+        two hosts may be given one. None: it has no marks, as a backup from before there was a record."""
         return not self.mark or marks is None or self.mark in marks
 
     def claimed(self, before: "Term | None", *, has_all: bool) -> "Term":

@@ -234,7 +234,7 @@ class Contender:
             if self.leader is not None and self.leader.process == self._own.process:  # an answer was lost
                 if self.leader.mark in ("", self._own.process) or self._has_all_of(self.leader):
                     return Leadership(self._store, self._root, self.leader, version)
-                self._say("it was to lead, and its folder was replaced meanwhile: another that has all goes on")
+                self._say("its claim came late, and its folder was replaced meanwhile: another that has all goes on")
                 return None
             if self.leader is None:
                 self._say("the record is gone: put it back, or start the coordinator that led last with --force-lead")

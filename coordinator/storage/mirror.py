@@ -239,7 +239,7 @@ class Mirror:
                 except (OSError, NoRoom) as error:  # as where no file can be opened: it asks again
                     _log.warning("standby not let in name=%s why=%r", name, str(error))
                     self._forget(route)
-            if self._now() - self._checked_at >= CHECK_S:
+            if self._check_is_due():
                 self._check_record()
                 for standby in list(self._standbys.values()):
                     self._bring_reports(standby)
@@ -248,10 +248,11 @@ class Mirror:
         except StorageError as error:
             self.fail(error)
 
+    def _check_is_due(self) -> bool:
+        return self._now() - self._checked_at >= CHECK_S
+
     def _check_record(self) -> bool:
-        """Look at the record, if it is time; whether it was read, and this process leads. Raises Deposed."""
-        if self._now() - self._checked_at < CHECK_S:
-            return False
+        """Look at the record; whether it was read, and this process leads. Raises Deposed."""
         try:
             self.leadership.check()
         finally:
@@ -457,9 +458,10 @@ class Mirror:
         own = digests(self.root, self.inner, self._digests)
         standby = self._begin(name, route, {file for file, each in held.items() if own.get(file) == each})
         while self._copy_chunk(standby):
-            self._check_record()
-        self._checked_at = -math.inf
-        while not self._check_record():  # another may lead, and have let it in: then its folder is not to be replaced
+            if self._check_is_due():
+                self._check_record()
+        leads = self._check_record()
+        while not leads:  # another may lead, and have let this standby in: then its folder is not to be replaced
             with self._moved:
                 if self.error is not None:
                     raise self.error
@@ -468,6 +470,7 @@ class Mirror:
                 _log.warning("standby not let in name=%s why='it is silent'", name)
             if standby.route not in self._standbys:
                 return
+            leads = self._check_is_due() and self._check_record()
         with self.lock:
             if standby.route not in self._standbys:
                 return

@@ -237,7 +237,7 @@ class StorageQueue:
         self._clock.call_later(RETRY_S, over)
 
     def _submit(self, call: Callable[[], _T], done: Callable[[_T], None], failed: Failed) -> None:
-        if not self.hold:  # what finds no room ends before it would notice
+        if not self.hold:  # a call that finds no room fails before it syncs: it does not stand for a look
             self._called_at = self._clock.now()
         self._worker.submit(call, done, failed)
 

@@ -633,13 +633,9 @@ def test_only_a_folder_with_the_leaders_state_goes_on(tmp_path: Path) -> None:
     assert later is not None and later.term.term == taken.term.term + 1
 
 
-def test_until_a_leader_has_recovered_the_state_another_that_has_all_may_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its folder turns out to be damaged, or it dies again. It is given time to be heard, once."""
-    now = 100.0
-    monkeypatch.setattr("farloop.coordinator.standby.time.monotonic", lambda: now)
-    a, b = Start(tmp_path, "a", **PAIR), Start(tmp_path, "b", **PAIR)
+def in_sync(folder: Path) -> tuple[Start, Start, Leadership]:
+    """Two coordinators, of which a leads and b has all that it told."""
+    a, b = Start(folder, "a", **PAIR), Start(folder, "b", **PAIR)
     leads = a.lead()
     assert leads is not None
     leads.begun()
@@ -647,6 +643,16 @@ def test_until_a_leader_has_recovered_the_state_another_that_has_all_may_go_on(
     for start in (a, b):
         start.has_run()
         mark(start.config.state_dir, leads.term.mark)
+    return a, b, leads
+
+
+def test_until_a_leader_has_recovered_the_state_another_that_has_all_may_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder turns out to be damaged, or it dies again. It is given time to be heard, once."""
+    now = 100.0
+    monkeypatch.setattr("farloop.coordinator.standby.time.monotonic", lambda: now)
+    a, b, leads = in_sync(tmp_path)
     for _ in range(3):  # a dies as often as it starts
         leads = Start(tmp_path, "a", **PAIR).lead()
         assert leads is not None and leads.term.in_sync == ("b",)
@@ -672,14 +678,7 @@ def test_a_leader_that_fails_in_recovery_is_awaited_from_the_standbys_start(
     """Not from its first try, which silence has to come before."""
     now = 100.0
     monkeypatch.setattr("farloop.coordinator.standby.time.monotonic", lambda: now)
-    a, b = Start(tmp_path, "a", **PAIR), Start(tmp_path, "b", **PAIR)
-    leads = a.lead()
-    assert leads is not None
-    leads.begun()
-    leads.set_in_sync(("b",))
-    for start in (a, b):
-        start.has_run()
-        mark(start.config.state_dir, leads.term.mark)
+    _, b, _ = in_sync(tmp_path)
     assert Start(tmp_path, "a", **PAIR).lead() is not None
     assert b.lead() is None and b.stands_by
     now += 6.5
